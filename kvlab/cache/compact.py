@@ -1,0 +1,87 @@
+"""Compaction: survivors of an eviction move to the front of their table, blocks that become free are given back.
+
+A block that only this sequence holds is written in place; a shared or keyed one is never written, its survivors go to a
+fresh block and the original stays for the others. Rows are read into a buffer before they are written, layer by layer.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvlab.cache.arrays import Arrays
+from kvlab.cache.pool import BlockPool
+from kvlab.cache.tables import ClassTables
+from kvlab.errors import NoBlocks
+
+
+def compact(t: ClassTables, rows: np.ndarray, keep: Tensor, n_keep: np.ndarray) -> None:
+    """Keep only `keep` of the slots of `rows`.
+
+    rows    int64 [Ne]             cache rows
+    keep    int64 [Lc, Ne, Hk, k]  slot indices per layer of the class, ascending; entries from n_keep on are ignored
+    n_keep  int64 [Ne, groups]     survivors; equal for all (layer, head) of a group
+
+    Raises NoBlocks, with nothing changed, when shared blocks need copies and the pool has none left.
+    """
+    if t.tail is None:
+        table, pool, arrays = t.body, t.pool, t.arrays
+    else:
+        assert not t.sealed[rows].any(), "slots that are already sealed cannot be compacted across an exact tail"
+        table, pool, arrays = t.tail, t.tail_pool, t.tail_arrays
+    assert all(r.scope == "token" for r in arrays.regions.values()), "block-scope regions cannot be compacted"
+    old = table[rows].astype(np.int64)  # [Ne, groups, M]
+    new, freed = _targets(t, pool, old, rows, n_keep)
+    _move(t, arrays, torch.from_numpy(old), torch.from_numpy(new), keep, n_keep)
+    table[rows] = new
+    for block in reversed(freed):
+        pool.decref(block)
+    t.evicted[rows] += t.n_slots[rows] - n_keep
+    t.n_slots[rows] = n_keep
+    if t.tail is None:
+        t.sealed[rows] = n_keep
+
+
+def _targets(
+    t: ClassTables, pool: BlockPool, old: np.ndarray, rows: np.ndarray, n_keep: np.ndarray
+) -> tuple[np.ndarray, list[int]]:
+    """New tables [Ne, groups, M] and the blocks that lose this owner. Only block books are touched."""
+    count = -(-n_keep // t.block)
+    new = np.where(np.arange(old.shape[2]) < count[..., None], old, 0)
+    used = new[new > 0]
+    shared = np.array([b for b in used.tolist() if pool.ref[b] > 1 or b in pool.key], np.int64)
+    freed = old[(old > 0) & (new == 0)].tolist()
+    if len(shared):
+        at = np.argwhere(np.isin(new, shared) & (new > 0))
+        if len(at) > pool.available:
+            raise NoBlocks(f"compaction must copy {len(at)} shared blocks, {pool.available} are available")
+        freed += [int(new[tuple(i)]) for i in at]
+        for i, block in zip(at, pool.alloc(len(at))):
+            new[tuple(i)] = block
+    return new, freed
+
+
+def _move(t: ClassTables, arrays: Arrays, old: Tensor, new: Tensor, keep: Tensor, n_keep: np.ndarray) -> None:
+    B, k = t.block, keep.shape[-1]
+    old, new = old.to(keep.device), new.to(keep.device)
+    at = torch.arange(k, device=keep.device)
+    limit = torch.from_numpy(n_keep).to(keep.device)
+    for li in range(len(t.layers)):
+        groups = torch.from_numpy(t.group_of[li]).to(keep.device)
+        src = keep[li].clamp_min(0)  # [Ne, Hk, k]
+        dst = at.expand_as(src)
+        real = at < limit[:, groups][..., None]
+        head = torch.from_numpy(t.layer_in[li] * t.heads_of_group + t.head_in[li]).to(keep.device)[:, None]
+        flat = []
+        for tbl, slot in ((old, src), (new, dst)):
+            block = tbl[:, groups].gather(2, slot // B)
+            row = (block * (t.layers_of_group * t.heads_of_group) + head) * B + slot % B
+            flat.append(row[real])
+        moved = flat[0] != flat[1]
+        src_rows, dst_rows = flat[0][moved], flat[1][moved]
+        if not len(src_rows):
+            continue
+        for name in arrays.token_rows:
+            data = arrays.token_rows[name]
+            data.index_copy_(0, dst_rows, data.index_select(0, src_rows))

@@ -1,0 +1,114 @@
+"""The only access to pages inside a step: gather tiles, scatter new tokens, pair exact blocks with their sealed form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvlab.cache.arrays import Arrays
+from kvlab.cache.scratch import Scratch
+from kvlab.cache.step import Bucket, Step
+from kvlab.cache.tables import ClassTables, Growth
+from kvlab.cache.tiles import Source, Tile, TileBuilder
+
+
+class Pages:
+    """Views of one class (the layers it serves) in one step."""
+
+    def __init__(self, tables: ClassTables, step: Step, growth: Growth, builder: TileBuilder, scratch: Scratch):
+        self.t, self.step, self.growth, self.builder, self.scratch = tables, step, growth, builder, scratch
+        self.block = tables.block
+        self._write: Tensor | None = None
+        self._seal: tuple[Tensor, Tensor, Tensor | None] | None = None
+
+    def arrays(self, source: Source) -> Arrays:
+        return self.t.arrays if source == "body" else self.t.tail_arrays
+
+    # -- reading -------------------------------------------------------------------------------------------------
+    def tiles(self, bucket: Bucket, layer: int) -> Iterator[Tile]:
+        """Every tile the bucket's rows read in this layer, body first."""
+        for source in self.builder.sources(bucket):
+            yield from self.builder.tiles(bucket, source, layer)
+
+    def gather(self, tile: Tile, layer: int, name: str) -> Tensor:
+        """One region of a tile: [Nb, Hk, width, *shape], or [Nb, Hk, width/B, *shape] for block regions. Reused memory:
+        valid until the next gather of the same region."""
+        arrays = self.arrays(tile.source)
+        region, flat = arrays.regions[name], arrays.block_rows[name]
+        rows = tile.rows
+        if tile.layer_step:
+            rows = rows + tile.layer_step * self.t.layer_index[layer]
+        out = self.scratch.get(f"gather.{tile.source}.{name}", (len(rows), flat.shape[1]), region.dtype)
+        torch.index_select(flat, 0, rows, out=out)
+        slots = tile.width if region.scope == "token" else tile.width // self.block
+        return out.view(-1, self.step_heads, slots, *region.shape)
+
+    @property
+    def step_heads(self) -> int:
+        return self.t.group_of.shape[1]
+
+    # -- writing -------------------------------------------------------------------------------------------------
+    def write_rows(self, layer: int) -> Tensor:
+        """Token rows where this step's tokens go, int64 [Hk * T], in the tail if there is one, else in the body."""
+        if self._write is None:
+            t, step, B = self.t, self.step, self.block
+            slot = self.growth.before[step.row_seq] + step.row_at[:, None]  # [T, groups]
+            table = t.body if t.tail is None else t.tail
+            block = table[step.cache_rows[step.row_seq][:, None], np.arange(slot.shape[1])[None], slot // B]
+            flat = self._token_row(
+                block[:, t.group_of].transpose(1, 2, 0), (slot % B)[:, t.group_of].transpose(1, 2, 0)
+            )
+            self._write = step.tensor(flat.reshape(len(t.layers), -1))
+        return self._write[self.t.layer_index[layer]]
+
+    def _token_row(self, block: np.ndarray, offset: np.ndarray) -> np.ndarray:
+        """block, offset int [layers, Hk, k] -> row of the flat [.., B] token view."""
+        t = self.t
+        row = (block.astype(np.int64) * t.layers_of_group + t.layer_in[..., None]) * t.heads_of_group
+        return (row + t.head_in[..., None]) * self.block + offset
+
+    def scatter(self, layer: int, values: dict[str, Tensor]) -> None:
+        """Write this step's T tokens: {region: [1, Hk, T, *shape]}."""
+        arrays = self.arrays("body" if self.t.tail is None else "tail")
+        rows = self.write_rows(layer)
+        for name, value in values.items():
+            flat = arrays.token_rows[name]
+            flat.index_copy_(0, rows, value.reshape(len(rows), flat.shape[1]).to(flat.dtype))
+
+    # -- sealing -------------------------------------------------------------------------------------------------
+    def seal_rows(self, layer: int) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        """(tail block rows [M*Hk], body block rows [M*Hk], which of them are real) for what this step seals; None = nothing.
+
+        M counts (sequence, logical block); where heads seal different blocks (ragged tables) some entries are not real.
+        """
+        t = self.t
+        if t.tail is None:
+            return None
+        if self._seal is None:
+            self._seal = self._seal_pairs()
+        src, dst, real = self._seal
+        if not src.shape[1]:
+            return None
+        li = t.layer_index[layer]
+        return src[li], dst[li], None if real is None else real[li]
+
+    def _seal_pairs(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        t, B = self.t, self.block
+        rows = self.step.cache_rows
+        lo, hi = t.sealed[rows] // B, self.growth.sealed_to // B  # [N, groups]
+        spans = [np.arange(a, b) for a, b in zip(lo.min(1), hi.max(1))]
+        n, i = np.repeat(np.arange(len(rows)), [len(s) for s in spans]), np.concatenate(spans)
+        real = (i[:, None] >= lo[n]) & (i[:, None] < hi[n])  # [M, groups]
+        at = (rows[n][:, None], np.arange(real.shape[1])[None], i[:, None])
+        pair = []
+        for table in (t.tail, t.body):
+            block = np.where(real, table[at], 0)[:, t.group_of].transpose(1, 0, 2).astype(np.int64)  # [Lc, M, Hk]
+            row = (block * t.layers_of_group + t.layer_in[:, None]) * t.heads_of_group + t.head_in[:, None]
+            pair.append(self.step.tensor(row.reshape(len(t.layers), -1)))
+        mask = None
+        if not real.all():
+            mask = self.step.tensor(real[:, t.group_of].transpose(1, 0, 2).reshape(len(t.layers), -1))
+        return pair[0], pair[1], mask

@@ -1,0 +1,237 @@
+"""Engine: add sequences, call `step` until nothing is left.
+
+A step: schedule -> take blocks -> run the model on packed tokens (pages are written and read inside its layers) ->
+evict -> sample -> append. A failing step frees every sequence it touched and leaves the pool as if they had never been.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvlab.cache.paged import CacheSize, PagedCache
+from kvlab.cache.step import DECODE, PREFILL, PREFILL_LAST, Step
+from kvlab.compressor import Compressor
+from kvlab.engine.sampling import sample
+from kvlab.engine.scheduler import Scheduler
+from kvlab.engine.sequence import Sampling, Sequence, Status
+from kvlab.errors import ConfigError
+
+Forward = Callable[[Tensor, Tensor, Tensor, Compressor, object], Tensor]
+
+
+@dataclass(frozen=True)
+class EngineCfg:
+    """block: tokens a block. chunk: prompt tokens of one sequence per step. prefill_reads: what prompt queries see of
+    earlier tokens, "encoded" (the same as decoding sees) or "exact" within their own chunk. See CacheSize for the rest."""
+
+    block: int = 32
+    max_seqs: int = 8
+    max_len: int = 2048
+    max_batch_tokens: int = 512
+    chunk: int = 512
+    pool_bytes: int | None = None
+    tile: int = 512
+    prefill_reads: str = "encoded"
+    check: bool = False  # check the cache's invariants after every step
+
+    def __post_init__(self) -> None:
+        if self.prefill_reads not in ("encoded", "exact"):
+            raise ConfigError(f"runtime.prefill_reads={self.prefill_reads!r} is not one of encoded, exact")
+        for name in ("block", "max_seqs", "max_len", "max_batch_tokens", "chunk", "tile"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"runtime.{name}={getattr(self, name)} must be at least 1")
+        if self.tile % self.block:
+            raise ConfigError(f"runtime.tile={self.tile} must be a multiple of runtime.block={self.block}")
+        if self.max_batch_tokens < self.max_seqs:
+            raise ConfigError(
+                f"runtime.max_batch_tokens={self.max_batch_tokens} is below runtime.max_seqs={self.max_seqs}: "
+                "not every sequence could decode in a step"
+            )
+
+
+@dataclass
+class Stats:
+    """What a run did. Seconds are wall time inside steps; peak_bytes: blocks in use at the fullest moment."""
+
+    steps: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    peak_bytes: int = 0
+    itl: list[float] = field(default_factory=list, repr=False)  # seconds of each pure decode step
+
+
+class Engine:
+    def __init__(self, forward: Forward, compressor: Compressor, geom, cfg: EngineCfg, device: str = "cpu") -> None:
+        self.forward, self.compressor, self.cfg = forward, compressor, cfg
+        self.device = torch.device(device)
+        plan = compressor.plan(geom, cfg.block)
+        size = CacheSize(cfg.max_seqs, cfg.max_len, cfg.max_batch_tokens, cfg.pool_bytes, cfg.tile)
+        self.cache = PagedCache(plan, size, device)
+        self.scheduler = Scheduler(self.cache, compressor, cfg.max_batch_tokens, cfg.chunk)
+        self.stats = Stats()
+        self._ids = itertools.count()
+
+    # -- requests ------------------------------------------------------------------------------------------------
+    def add(
+        self, tokens: list[int], sampling: Sampling | None = None, context: int | None = None, **options
+    ) -> Sequence:
+        """Queue a prompt. context: how many of its tokens a pruner that acts once sees (default all).
+
+        options: chunk_after, on_logits, on_finish (see Sequence). Raises ConfigError or CacheTooSmall; nothing is kept then.
+        """
+        sampling = sampling or Sampling()
+        tokens = list(tokens)
+        if not tokens:
+            raise ConfigError("an empty prompt has no next token: give at least one token")
+        context = len(tokens) if context is None else context
+        if not 1 <= context <= len(tokens):
+            raise ConfigError(f"context={context} must lie in 1..{len(tokens)}, the prompt's length")
+        if sampling.n > self.cfg.max_seqs:
+            raise ConfigError(
+                f"n={sampling.n} samples need runtime.max_seqs >= {sampling.n}, it is {self.cfg.max_seqs}"
+            )
+        seq_id = next(self._ids)
+        seq = Sequence(seq_id, tokens, sampling, context, len(tokens), arrival=seq_id, **options)
+        self.scheduler.add(seq)
+        return seq
+
+    def abort(self, seq: Sequence, reason: str = "abort") -> None:
+        """End a sequence in whatever state it is; its blocks go back."""
+        if seq.status is not Status.FINISHED:
+            self._finish(seq, reason)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.scheduler.running or self.scheduler.waiting)
+
+    def run(self) -> None:
+        """Step until every sequence is finished."""
+        while self.busy:
+            self.step()
+
+    # -- a step --------------------------------------------------------------------------------------------------
+    def step(self) -> list[tuple[Sequence, int]]:
+        """One step. Returns (sequence, new token) for each sequence that got one."""
+        work = self.scheduler.schedule()
+        if not work:
+            return []
+        started = time.perf_counter()
+        seqs = [s for s, _ in work]
+        try:
+            step, pages, rows, owners = self._begin(work)
+            logits = self._run(step, pages, seqs, rows)
+            pages.finish()
+            self.compressor.evict(pages)
+        except BaseException:
+            for seq in seqs:
+                self.abort(seq, "error")
+            raise
+        self._count(step, time.perf_counter() - started)
+        for seq, n in work:
+            seq.computed += n
+        self._give_logits(work, logits, rows, step)
+        new = self._sample(step, logits, rows, owners)
+        for seq in seqs:
+            if seq.status is Status.RUNNING and not seq.missing:  # nothing to sample: only the prompt was asked for
+                self._finish(seq, "length")
+        if self.cfg.check:
+            self.cache.check({s.row: s.computed for s in self.scheduler.running})
+        return new
+
+    def _begin(self, work):
+        seqs, q_len = [s for s, _ in work], np.array([n for _, n in work], np.int64)
+        start = np.array([s.computed for s in seqs], np.int64)
+        context = np.array([s.context for s in seqs], np.int64)
+        phase = np.where(start >= context, DECODE, np.where(start + q_len >= context, PREFILL_LAST, PREFILL))
+        rows = np.array([s.row for s in seqs], np.int64)
+        step = Step(rows, q_len, start, phase.astype(np.int8), context, self.device)
+        pages = self.cache.begin(step, self.scheduler.may_seal(seqs), self.cfg.prefill_reads == "exact")
+        self.stats.peak_bytes = max(self.stats.peak_bytes, self._used_bytes())
+        # Logits are wanted at the last row of a sequence whose tokens are all in, or at every row of a scored one.
+        wanted, owners = [], []
+        for i, (seq, n) in enumerate(work):
+            first, last = int(step.cu[i]), int(step.cu[i + 1]) - 1
+            if seq.on_logits is not None:
+                wanted.extend(range(first, last + 1))
+            elif seq.missing == n:
+                wanted.append(last)
+            if seq.missing == n and seq.sampling.max_tokens:
+                owners.append((seq, len(wanted) - 1))
+        return step, pages, wanted, owners
+
+    def _run(self, step: Step, pages, seqs: list[Sequence], rows: list[int]) -> Tensor:
+        tokens = [t for s, n in zip(seqs, step.q_len.tolist()) for t in s.tokens[s.computed : s.computed + n]]
+        ids = torch.tensor(tokens, dtype=torch.int64, device=self.device)
+        where = torch.tensor(rows, dtype=torch.int64, device=self.device)
+        return self.forward(ids, step.tensor(step.positions), where, self.compressor, pages)
+
+    def _used_bytes(self) -> int:
+        used = 0
+        for t in self.cache.classes:
+            used += t.pool.used * t.body_block_bytes
+            if t.tail is not None:
+                used += t.tail_pool.used * t.tail_block_bytes
+        return used
+
+    def _count(self, step: Step, seconds: float) -> None:
+        s, prefill = self.stats, int(step.q_len[step.phase != DECODE].sum())
+        s.steps += 1
+        s.prefill_tokens += prefill
+        s.decode_tokens += step.T - prefill
+        if prefill:
+            s.prefill_s += seconds
+        else:
+            s.decode_s += seconds
+            s.itl.append(seconds)
+
+    def _give_logits(self, work, logits: Tensor, rows: list[int], step: Step) -> None:
+        at = 0
+        for i, (seq, n) in enumerate(work):
+            if seq.on_logits is not None:
+                seq.on_logits(int(step.start[i]), logits[at : at + n])
+                at += n
+            elif at < len(rows) and rows[at] < step.cu[i + 1]:
+                at += 1
+
+    def _sample(self, step: Step, logits: Tensor, rows: list[int], owners) -> list[tuple[Sequence, int]]:
+        if not owners:
+            return []
+        first = [(s, at) for s, at in owners if not s.output and s.sampling.n > 1 and s.parent is None]
+        for seq, at in first:
+            owners = owners + [(child, at) for child in self._fork(seq)]
+        chosen = sample(logits[[at for _, at in owners]], [s for s, _ in owners])
+        new = []
+        for (seq, _), token in zip(owners, chosen):
+            seq.tokens.append(token)
+            new.append((seq, token))
+            if token in seq.sampling.stop_tokens:
+                self._finish(seq, "stop")
+            elif len(seq.output) >= seq.sampling.max_tokens:
+                self._finish(seq, "length")
+        return new
+
+    def _fork(self, seq: Sequence) -> list[Sequence]:
+        """n - 1 copies that share the prompt's blocks; each samples its own first token."""
+        children = []
+        for i in range(1, seq.sampling.n):
+            child = replace(seq, id=next(self._ids), tokens=list(seq.tokens), parent=seq.id, index=i, generator=None)
+            mutable = self.compressor.pruner is not None and self.compressor.pruner.mutable
+            child.row = self.cache.fork_row(seq.row, share=not mutable)
+            self.scheduler.running.append(child)
+            children.append(child)
+        return children
+
+    def _finish(self, seq: Sequence, reason: str) -> None:
+        seq.finish_reason = reason
+        if seq.on_finish is not None and seq.status is Status.RUNNING:
+            seq.on_finish(seq)
+        self.scheduler.remove(seq)
