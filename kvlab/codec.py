@@ -12,6 +12,7 @@ Optional, for speed: attention may run in a basis of the codec's own (a rotated 
     query(layer, q)        q [N, Hk, R, D] -> q in that basis
     read(layer, page)      like decode, but in that basis:  query(q) . read(k) == q . decode(k)
     output(layer, o)       [N, Hk, R, D] back to the model's basis, once, after all sources are joined
+A basis may be wider than D (a sketch beside the codes), as long as query, keys and values of `read` agree on the width.
 """
 
 from __future__ import annotations
@@ -64,6 +65,12 @@ class Codec:
         """Method-wide constants that are not per token (rotations, codebooks): listed once in the ledger."""
         return {}
 
+    def to(self, device: torch.device | str) -> Codec:
+        """Move the tables that `setup` built (tensors, also in dicts and lists) to where k and v are."""
+        for name, value in vars(self).items():
+            setattr(self, name, _moved(value, device))
+        return self
+
     def label(self) -> str:
         """Short name for tables, e.g. `turboquant k4 v4`."""
         return type(self).__name__.lower()
@@ -72,3 +79,11 @@ class Codec:
         """Everything that changes the meaning of stored bytes."""
         opts = {f.name: getattr(self, f.name) for f in fields(self)} if is_dataclass(self) else {}
         return f"{type(self).__name__}({','.join(f'{k}={v}' for k, v in sorted(opts.items()))})"
+
+
+def _moved(value, device):
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {k: _moved(v, device) for k, v in value.items()}
+    return [_moved(v, device) for v in value] if isinstance(value, list) else value

@@ -20,7 +20,7 @@ from kvlab.cache.compact import compact
 from kvlab.cache.layout import CachePlan, Geom, Group, kv_regions, window_groups
 from kvlab.cache.pages import Pages
 from kvlab.cache.paged import StepPages
-from kvlab.cache.step import Bucket
+from kvlab.cache.step import PREFILL_LAST, Bucket
 from kvlab.cache.tiles import Tile
 from kvlab.codec import Codec
 from kvlab.errors import ConfigError
@@ -140,7 +140,7 @@ class Compressor:
         p = pages.layer(layer)
         if p.t.tail is None:
             p.scatter(layer, self.codec.encode(layer, k, v))
-            self.counters.encoded_blocks += 1
+            self.counters.encoded_blocks += self.codec.family != "full"
         else:
             p.scatter(layer, {"k": k, "v": v})
             self._seal(layer, p)
@@ -255,3 +255,5 @@ class Compressor:
             compact(p.t, pages.step.cache_rows[who], keep, n_keep)
             pairs = p.t.layers_of_group * p.t.heads_of_group
             self.counters.evicted_slots += int((before - n_keep).sum()) * pairs
+        if self.pruner.trigger == "prefill_end":
+            pages.cache.release_state(pages.step.cache_rows[pages.step.phase == PREFILL_LAST])

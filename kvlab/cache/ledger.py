@@ -71,7 +71,7 @@ def measure(cache: PagedCache, rows: list[int] | None = None, tokens: dict[int, 
     """Ledger of the given rows (all live ones by default). A block that k sequences hold counts 1/k for each of them, so
     that per-sequence ledgers add up to the pool. tokens: {row: tokens seen}."""
     live = sorted(set(range(cache.size.max_seqs)) - set(cache.free_rows)) if rows is None else rows
-    total = {k: 0.0 for k in ("payload", "metadata", "residual", "fragmentation", "shared", "kept", "el", "cb", "ce")}
+    total = dict.fromkeys(("payload", "metadata", "residual", "fragmentation", "shared", "kept", "el", "cb", "ce"), 0.0)
     tables = 0
     reserved = 0
     for t in cache.classes:
@@ -79,7 +79,8 @@ def measure(cache: PagedCache, rows: list[int] | None = None, tokens: dict[int, 
         reserved += t.arrays.nbytes() + (t.tail_arrays.nbytes() if t.tail is not None else 0)
         tables += len(live) * _row_bytes(t)
     for s in cache.state.values():
-        total["metadata"] += s.untyped_storage().nbytes() // s.shape[0] * len(live)
+        total["metadata"] += s.untyped_storage().nbytes() // s.shape[0] * len(cache.state_rows & set(live))
+        reserved += s.untyped_storage().nbytes()
     return Ledger(
         payload=total["payload"],
         metadata=total["metadata"],

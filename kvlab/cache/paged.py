@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,7 +33,7 @@ class CacheSize:
     max_slots: int = 2048
     max_batch_tokens: int = 512
     pool_bytes: int | None = None
-    tile: int = 512
+    tile: int = 256
 
 
 class PagedCache:
@@ -50,6 +51,7 @@ class PagedCache:
             r.name: torch.zeros((size.max_seqs, plan.geom.L, *r.shape), dtype=r.dtype, device=self.device)
             for r in plan.state
         }
+        self.state_rows: set[int] = set()  # rows whose state is still needed
         self.free_rows = list(range(size.max_seqs - 1, -1, -1))
 
     # -- size ----------------------------------------------------------------------------------------------------
@@ -101,12 +103,19 @@ class PagedCache:
         row = self.free_rows.pop()
         for t in self.state.values():
             t[row].zero_()
+        if self.state:
+            self.state_rows.add(row)
         return row
+
+    def release_state(self, rows: Iterable[int]) -> None:
+        """The state of these rows is not needed any more (a pruner that acts once has acted)."""
+        self.state_rows.difference_update(int(r) for r in rows)
 
     def free_row(self, row: int) -> None:
         """Give back every block of a row, and the row."""
         for t in self.classes:
             t.free(row)
+        self.state_rows.discard(row)
         self.free_rows.append(row)
 
     def fork_row(self, src: int, share: bool = True) -> int:
@@ -126,6 +135,8 @@ class PagedCache:
                 t.unshare(dst)
         for s in self.state.values():
             s[dst] = s[src]
+        if src not in self.state_rows:
+            self.release_state([dst])
         return dst
 
     # -- steps ---------------------------------------------------------------------------------------------------

@@ -68,6 +68,11 @@ class BlockPool:
         """k blocks with ref 1, OPEN. Raises NoBlocks and changes nothing when there are fewer."""
         if k > self.available:
             raise NoBlocks(f"need {k} blocks, {self.available} of {self.n_blocks - 1} are free or cached")
+        if self.on_evict and k > self.n_free:  # before anything changes: a hook that raises leaves the pool as it was
+            block = self._next[self._lru]
+            for _ in range(k - self.n_free):
+                self.on_evict(block)
+                block = self._next[block]
         return [self._pop() for _ in range(k)]
 
     def _pop(self) -> int:
@@ -77,8 +82,6 @@ class BlockPool:
         else:
             block = self._next[self._lru]
             self.n_lru -= 1
-            if self.on_evict:
-                self.on_evict(block)
             del self.key[block]
         self._unlink(block)
         self.ref[block], self.state[block] = 1, OPEN
@@ -147,13 +150,13 @@ class BlockPool:
     def walk(self, which: str) -> list[int]:
         """Block ids of list "free" or "lru", front to back."""
         head = self._free if which == "free" else self._lru
-        out, block = [], self._next[head]
-        while block != head:
+        out, before, block = [], head, self._next[head]
+        while self._prev[block] == before:
+            if block == head:
+                return out
             out.append(block)
-            if self._prev[self._next[block]] != block:
-                raise InvariantError(f"{which} list is not symmetric at {self.describe(block)}")
-            block = self._next[block]
-        return out
+            before, block = block, self._next[block]
+        raise InvariantError(f"{which} list is not symmetric between {before} and {block} (its head is {head})")
 
     def check(self, owners: Iterable[int]) -> None:
         """Raise InvariantError unless the books balance; `owners` = every block of every table, with repetition."""
@@ -163,7 +166,8 @@ class BlockPool:
         free, lru = self.walk("free"), self.walk("lru")
         if (len(free), len(lru)) != (self.n_free, self.n_lru):
             raise InvariantError(f"lists hold {len(free)}/{len(lru)} blocks, counters say {self.n_free}/{self.n_lru}")
-        listed = set(free) | set(lru)
+        in_free = set(free)
+        listed = in_free | set(lru)
         if len(listed) != len(free) + len(lru) or 0 in listed:
             raise InvariantError("a block is in two lists, or the null block is in one")
         for block in range(1, self.n_blocks):
@@ -171,7 +175,7 @@ class BlockPool:
             wrong = (
                 ref != count[block]
                 or (block in listed) != (ref == 0 and self.pin[block] == 0)
-                or (state == FREE) != (block in free if ref == 0 and self.pin[block] == 0 else False)
+                or (state == FREE) != (ref == 0 and self.pin[block] == 0 and block in in_free)
                 or (state == CACHED) != (ref == 0 and self.pin[block] == 0 and block in self.key)
                 or (block in self.key and state not in (SEALED, CACHED))
             )

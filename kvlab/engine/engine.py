@@ -9,64 +9,22 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvlab.cache.paged import CacheSize, PagedCache
+from kvlab.cache.paged import CacheSize, PagedCache, StepPages
 from kvlab.cache.step import DECODE, PREFILL, PREFILL_LAST, Step
 from kvlab.compressor import Compressor
+from kvlab.engine.config import EngineCfg, Stats
 from kvlab.engine.sampling import sample
-from kvlab.engine.scheduler import Scheduler
+from kvlab.engine.scheduler import Scheduler, Work
 from kvlab.engine.sequence import Sampling, Sequence, Status
 from kvlab.errors import ConfigError
 
 Forward = Callable[[Tensor, Tensor, Tensor, Compressor, object], Tensor]
-
-
-@dataclass(frozen=True)
-class EngineCfg:
-    """block: tokens a block. chunk: prompt tokens of one sequence per step. prefill_reads: what prompt queries see of
-    earlier tokens, "encoded" (the same as decoding sees) or "exact" within their own chunk. See CacheSize for the rest."""
-
-    block: int = 32
-    max_seqs: int = 8
-    max_len: int = 2048
-    max_batch_tokens: int = 512
-    chunk: int = 512
-    pool_bytes: int | None = None
-    tile: int = 512
-    prefill_reads: str = "encoded"
-    check: bool = False  # check the cache's invariants after every step
-
-    def __post_init__(self) -> None:
-        if self.prefill_reads not in ("encoded", "exact"):
-            raise ConfigError(f"runtime.prefill_reads={self.prefill_reads!r} is not one of encoded, exact")
-        for name in ("block", "max_seqs", "max_len", "max_batch_tokens", "chunk", "tile"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"runtime.{name}={getattr(self, name)} must be at least 1")
-        if self.tile % self.block:
-            raise ConfigError(f"runtime.tile={self.tile} must be a multiple of runtime.block={self.block}")
-        if self.max_batch_tokens < self.max_seqs:
-            raise ConfigError(
-                f"runtime.max_batch_tokens={self.max_batch_tokens} is below runtime.max_seqs={self.max_seqs}: "
-                "not every sequence could decode in a step"
-            )
-
-
-@dataclass
-class Stats:
-    """What a run did. Seconds are wall time inside steps; peak_bytes: blocks in use at the fullest moment."""
-
-    steps: int = 0
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-    peak_bytes: int = 0
-    itl: list[float] = field(default_factory=list, repr=False)  # seconds of each pure decode step
 
 
 class Engine:
@@ -119,6 +77,7 @@ class Engine:
             self.step()
 
     # -- a step --------------------------------------------------------------------------------------------------
+    @torch.inference_mode()
     def step(self) -> list[tuple[Sequence, int]]:
         """One step. Returns (sequence, new token) for each sequence that got one."""
         work = self.scheduler.schedule()
@@ -127,8 +86,8 @@ class Engine:
         started = time.perf_counter()
         seqs = [s for s, _ in work]
         try:
-            step, pages, rows, owners = self._begin(work)
-            logits = self._run(step, pages, seqs, rows)
+            step, pages, wanted = self._begin(work)
+            logits = self._run(step, pages, seqs, wanted)
             pages.finish()
             self.compressor.evict(pages)
         except BaseException:
@@ -138,8 +97,8 @@ class Engine:
         self._count(step, time.perf_counter() - started)
         for seq, n in work:
             seq.computed += n
-        self._give_logits(work, logits, rows, step)
-        new = self._sample(step, logits, rows, owners)
+        self._give_logits(work, logits, wanted, step)
+        new = self._sample(work, logits, wanted)
         for seq in seqs:
             if seq.status is Status.RUNNING and not seq.missing:  # nothing to sample: only the prompt was asked for
                 self._finish(seq, "length")
@@ -147,7 +106,7 @@ class Engine:
             self.cache.check({s.row: s.computed for s in self.scheduler.running})
         return new
 
-    def _begin(self, work):
+    def _begin(self, work: Work) -> tuple[Step, StepPages, list[range]]:
         seqs, q_len = [s for s, _ in work], np.array([n for _, n in work], np.int64)
         start = np.array([s.computed for s in seqs], np.int64)
         context = np.array([s.context for s in seqs], np.int64)
@@ -156,22 +115,26 @@ class Engine:
         step = Step(rows, q_len, start, phase.astype(np.int8), context, self.device)
         pages = self.cache.begin(step, self.scheduler.may_seal(seqs), self.cfg.prefill_reads == "exact")
         self.stats.peak_bytes = max(self.stats.peak_bytes, self._used_bytes())
-        # Logits are wanted at the last row of a sequence whose tokens are all in, or at every row of a scored one.
-        wanted, owners = [], []
-        for i, (seq, n) in enumerate(work):
-            first, last = int(step.cu[i]), int(step.cu[i + 1]) - 1
-            if seq.on_logits is not None:
-                wanted.extend(range(first, last + 1))
-            elif seq.missing == n:
-                wanted.append(last)
-            if seq.missing == n and seq.sampling.max_tokens:
-                owners.append((seq, len(wanted) - 1))
-        return step, pages, wanted, owners
+        return step, pages, self._wanted(work, step)
 
-    def _run(self, step: Step, pages, seqs: list[Sequence], rows: list[int]) -> Tensor:
+    @staticmethod
+    def _wanted(work: Work, step: Step) -> list[range]:
+        """Packed rows whose logits each sequence needs: all scored ones, else the last when all its tokens are in."""
+        out = []
+        for i, (seq, n) in enumerate(work):
+            first, end = int(step.cu[i]), int(step.cu[i + 1])
+            begin = end
+            if seq.missing == n and seq.sampling.max_tokens:
+                begin = end - 1
+            if seq.on_logits is not None:
+                begin = min(begin, max(first, first + seq.logits_from - seq.computed))
+            out.append(range(min(begin, end), end))
+        return out
+
+    def _run(self, step: Step, pages: StepPages, seqs: list[Sequence], wanted: list[range]) -> Tensor:
         tokens = [t for s, n in zip(seqs, step.q_len.tolist()) for t in s.tokens[s.computed : s.computed + n]]
         ids = torch.tensor(tokens, dtype=torch.int64, device=self.device)
-        where = torch.tensor(rows, dtype=torch.int64, device=self.device)
+        where = torch.tensor([r for span in wanted for r in span], dtype=torch.int64, device=self.device)
         return self.forward(ids, step.tensor(step.positions), where, self.compressor, pages)
 
     def _used_bytes(self) -> int:
@@ -193,16 +156,17 @@ class Engine:
             s.decode_s += seconds
             s.itl.append(seconds)
 
-    def _give_logits(self, work, logits: Tensor, rows: list[int], step: Step) -> None:
+    def _give_logits(self, work: Work, logits: Tensor, wanted: list[range], step: Step) -> None:
         at = 0
-        for i, (seq, n) in enumerate(work):
-            if seq.on_logits is not None:
-                seq.on_logits(int(step.start[i]), logits[at : at + n])
-                at += n
-            elif at < len(rows) and rows[at] < step.cu[i + 1]:
-                at += 1
+        for i, ((seq, _), span) in enumerate(zip(work, wanted)):
+            if seq.on_logits is not None and len(span):
+                position = int(step.start[i]) + span.start - int(step.cu[i])
+                seq.on_logits(position, logits[at : at + len(span)])
+            at += len(span)
 
-    def _sample(self, step: Step, logits: Tensor, rows: list[int], owners) -> list[tuple[Sequence, int]]:
+    def _sample(self, work: Work, logits: Tensor, wanted: list[range]) -> list[tuple[Sequence, int]]:
+        last = np.cumsum([len(span) for span in wanted]) - 1
+        owners = [(s, int(at)) for (s, _), at in zip(work, last) if not s.missing and s.sampling.max_tokens]
         if not owners:
             return []
         first = [(s, at) for s, at in owners if not s.output and s.sampling.n > 1 and s.parent is None]

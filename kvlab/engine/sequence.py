@@ -54,7 +54,7 @@ class Sampling:
 class Sequence:
     """`tokens` = prompt + output. `computed` of them have K, V in the cache; `context` of them are seen before a pruner that
     acts once does. `chunk_after`: rows per step beyond the context (teacher-forced scoring). `on_logits(first, logits)` gets
-    the logits of every row from position `first` on."""
+    the logits of every row from position `logits_from` on, chunk by chunk; `first` is the position of the first row."""
 
     id: int
     tokens: list[int]
@@ -70,6 +70,7 @@ class Sequence:
     finish_reason: str | None = None
     chunk_after: int | None = None
     on_logits: Callable[[int, Tensor], None] | None = None
+    logits_from: int = 0
     on_finish: Callable[[Sequence], None] | None = None
     peak: tuple[tuple[int, int], ...] = ()  # reserved (body, tail) blocks per class
     generator: torch.Generator | None = field(default=None, repr=False)

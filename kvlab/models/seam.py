@@ -44,7 +44,6 @@ class StepCache(Cache):
         return query_length, 0
 
     is_compileable = False
-    is_sliding = [False]
 
 
 def paged_attention(
@@ -89,7 +88,6 @@ class Runner:
         names = inspect.signature(model.forward).parameters
         self.keyword = "cache" if "cache" in names else "past_key_values"
 
-    @torch.inference_mode()
     def forward(
         self, tokens: Tensor, positions: Tensor, rows: Tensor, compressor: Compressor, pages: StepPages
     ) -> Tensor:

@@ -1,0 +1,1 @@
+"""Hydra configs: one folder a group, one file an option."""

@@ -1,0 +1,50 @@
+"""How an engine is built, and what it counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvlab.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class EngineCfg:
+    """block: tokens a block. chunk: prompt tokens of one sequence per step. prefill_reads: what prompt queries see of
+    earlier tokens, "encoded" (the same as decoding sees) or "exact" within their own chunk. See CacheSize for the rest."""
+
+    block: int = 32
+    max_seqs: int = 8
+    max_len: int = 2048
+    max_batch_tokens: int = 512
+    chunk: int = 512
+    pool_bytes: int | None = None
+    tile: int = 256
+    prefill_reads: str = "encoded"
+    check: bool = False  # check the cache's invariants after every step
+
+    def __post_init__(self) -> None:
+        if self.prefill_reads not in ("encoded", "exact"):
+            raise ConfigError(f"runtime.prefill_reads={self.prefill_reads!r} is not one of encoded, exact")
+        for name in ("block", "max_seqs", "max_len", "max_batch_tokens", "chunk", "tile"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"runtime.{name}={getattr(self, name)} must be at least 1")
+        if self.tile % self.block:
+            raise ConfigError(f"runtime.tile={self.tile} must be a multiple of runtime.block={self.block}")
+        if self.max_batch_tokens < self.max_seqs:
+            raise ConfigError(
+                f"runtime.max_batch_tokens={self.max_batch_tokens} is below runtime.max_seqs={self.max_seqs}: "
+                "not every sequence could decode in a step"
+            )
+
+
+@dataclass
+class Stats:
+    """What a run did. Seconds are wall time inside steps; peak_bytes: blocks in use at the fullest moment."""
+
+    steps: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    peak_bytes: int = 0
+    itl: list[float] = field(default_factory=list, repr=False)  # seconds of each pure decode step

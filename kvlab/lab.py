@@ -1,0 +1,271 @@
+"""The Python API of a researcher: load a model with a method, generate, score, look at the bytes.
+
+    lab = kvlab.load("smollm2", method="turboquant", bits_k=4, bits_v=4)
+    print(lab.generate("The capital of France is", max_tokens=20).text)
+    for r in lab.stream(["One", "Two"]): print(r.index, r.delta)
+    print(lab.ledger())
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvlab import registry
+from kvlab.cache.ledger import Ledger, measure, reference_dtype
+from kvlab.compressor import Compressor
+from kvlab.engine.config import EngineCfg, Stats
+from kvlab.engine.engine import Engine
+from kvlab.engine.sequence import Sampling, Sequence
+from kvlab.engine.text import TextStream
+from kvlab.errors import ConfigError
+from kvlab.models.geometry import geometry
+from kvlab.models.load import Loaded, ModelCfg
+from kvlab.models.load import load as load_model
+from kvlab.models.seam import Runner
+
+Prompt = str | list[int]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What one sample of one prompt became. `ledger`: bytes it held when it ended."""
+
+    text: str
+    tokens: list[int]
+    finish_reason: str
+    prompt_tokens: int
+    index: int = 0
+    sample: int = 0
+    ledger: Ledger | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class Delta:
+    """A piece of streamed output of prompt `index`, sample `sample`."""
+
+    index: int
+    sample: int
+    delta: str
+    token: int | None
+    finish_reason: str | None = None
+
+
+class Lab:
+    """One model, one method, one runtime. Cheap to make when the model is already loaded."""
+
+    def __init__(self, loaded: Loaded, compressor: Compressor, cfg: EngineCfg) -> None:
+        self.loaded, self.compressor, self.cfg = loaded, compressor, cfg
+        self.tokenizer = loaded.tokenizer
+        self.geom = geometry(loaded.model, loaded.id)
+        if cfg.max_len > loaded.max_length:
+            raise ConfigError(
+                f"runtime.max_len={cfg.max_len} is longer than {loaded.id} was built for ({loaded.max_length}). "
+                f"Use runtime.max_len={loaded.max_length} or less."
+            )
+        self.runner = Runner(loaded.model)
+        device = str(next(loaded.model.parameters()).device)
+        self.engine = Engine(self.runner.forward, compressor, self.geom, cfg, device)
+        self._finished: list[tuple[Sequence, Ledger]] = []
+
+    # -- text ----------------------------------------------------------------------------------------------------
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids; no BOS is added unless the tokenizer does."""
+        return list(prompt) if not isinstance(prompt, str) else self.tokenizer.encode(prompt)
+
+    def generate(self, prompts: Prompt | list[Prompt], **sampling: Any) -> Completion | list[Completion]:
+        """One Completion for one prompt, a list for a list of prompts (n samples each, in order). See Sampling for options:
+        max_tokens, temperature, top_p, top_k, seed, stop, stop_tokens, n."""
+        single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
+        many = [prompts] if single else list(prompts)
+        done: dict[tuple[int, int], Completion] = {}
+        for index, stream, seq in self._start(many, sampling):
+            done[(index, seq.index)] = self._completion(index, stream, seq)
+        out = [done[key] for key in sorted(done)]
+        return out[0] if single and len(out) == 1 else out
+
+    def stream(self, prompts: Prompt | list[Prompt], **sampling: Any) -> Iterator[Delta]:
+        """Text as it comes, from all prompts interleaved; the last Delta of a sample carries its finish_reason. A consumer
+        that stops early aborts what is left."""
+        single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
+        yield from self._deltas([prompts] if single else list(prompts), sampling)
+
+    def _start(self, prompts: list[Prompt], sampling: Mapping[str, Any]) -> list[tuple[int, TextStream, Sequence]]:
+        out = []
+        for item in self._events(prompts, sampling):
+            if item[3] is not None:
+                out.append((item[0], item[1], item[2]))
+        return out
+
+    def _deltas(self, prompts: list[Prompt], sampling: Mapping[str, Any]) -> Iterator[Delta]:
+        for index, stream, seq, reason, token in self._events(prompts, sampling):
+            text = stream.flush() if reason else stream.take()
+            if text or reason:
+                yield Delta(index, seq.index, text, token, reason)
+
+    def _events(self, prompts: list[Prompt], sampling: Mapping[str, Any]) -> Iterator[tuple]:
+        """(prompt index, its text, sequence, finish reason or None, token) for every new token, and once at the end."""
+        params = self._sampling(sampling)
+        ids = [self.encode(p) for p in prompts]
+        self._finished.clear()
+        texts: dict[int, TextStream] = {}
+        which: dict[int, int] = {}
+        seqs = []
+        try:
+            for i, tokens in enumerate(ids):
+                seq = self.engine.add(tokens, params, on_finish=self._record)
+                which[seq.id] = i
+                seqs.append(seq)
+            live = {s.id: s for s in seqs}
+            while self.engine.busy:
+                for seq, token in self.engine.step():
+                    live.setdefault(seq.id, seq)
+                    which.setdefault(seq.id, which.get(seq.parent, 0))
+                    text = texts.setdefault(seq.id, TextStream(self.tokenizer, params.stop))
+                    ended = token in params.stop_tokens
+                    if not ended and text.push(token):
+                        self.engine.abort(seq, "stop")
+                    reason = seq.finish_reason
+                    yield which[seq.id], text, seq, reason, None if ended else token
+                for seq in [s for s in live.values() if s.finish_reason and s.id not in texts]:
+                    texts[seq.id] = TextStream(self.tokenizer, ())
+                    yield which[seq.id], texts[seq.id], seq, seq.finish_reason, None
+        finally:
+            for seq in [*self.engine.scheduler.running, *self.engine.scheduler.waiting]:
+                self.engine.abort(seq)
+
+    def _sampling(self, options: Mapping[str, Any]) -> Sampling:
+        known = {f.name for f in fields(Sampling)}
+        wrong = sorted(set(options) - known)
+        if wrong:
+            raise ConfigError(f"unknown sampling option {', '.join(wrong)}; there are {', '.join(sorted(known))}")
+        values = dict(options)
+        if isinstance(values.get("stop"), str):
+            values["stop"] = (values["stop"],)
+        values["stop"] = tuple(values.get("stop", ()))
+        values["stop_tokens"] = tuple(values.get("stop_tokens", self.loaded.eos_ids))
+        return Sampling(**values)
+
+    def _completion(self, index: int, text: TextStream, seq: Sequence) -> Completion:
+        output = [t for t in seq.output if t not in seq.sampling.stop_tokens]
+        ledger = next((led for s, led in self._finished if s is seq), None)
+        return Completion(text.full(), output, seq.finish_reason, seq.prompt, index, seq.index, ledger)
+
+    def _record(self, seq: Sequence) -> None:
+        self._finished.append((seq, self._measure([seq])))
+
+    # -- bytes and scores ----------------------------------------------------------------------------------------
+    def _measure(self, seqs: list[Sequence]) -> Ledger:
+        static = sum(t.untyped_storage().nbytes() for t in self.compressor.codec.static().values())
+        return measure(self.engine.cache, [s.row for s in seqs], {s.row: s.computed for s in seqs}, static)
+
+    def ledger(self) -> LedgerReport:
+        """Bytes by category, per sequence and in total: of the live sequences, or, when none is live, of those that the last
+        `generate` or `stream` finished, each as it was when it ended."""
+        live = self.engine.scheduler.running
+        if live:
+            return LedgerReport([self._measure([s]) for s in live], self._measure(live), self.reference_bytes)
+        each = [led for _, led in self._finished]
+        return LedgerReport(each, sum_ledgers(each), self.reference_bytes)
+
+    @property
+    def reference_bytes(self) -> int:
+        """Bytes per token of the full cache in the reference dtype (float16)."""
+        return self.geom.bytes_per_token(reference_dtype())
+
+    @property
+    def stats(self) -> Stats:
+        return self.engine.stats
+
+    def score(
+        self,
+        tokens: list[int],
+        on_logits: Callable[[int, Tensor], None],
+        context: int | None = None,
+        chunk: int | None = None,
+        logits_from: int = 0,
+        at_end: Callable[[Sequence], None] | None = None,
+    ) -> Sequence:
+        """Queue a teacher-forced walk: `context` tokens are the prompt, the rest follow `chunk` rows a step, each seeing the
+        compressed cache of everything before. `on_logits(position, float [rows, vocab])`; drive it with `engine.step()`."""
+        return self.engine.add(
+            tokens,
+            Sampling(max_tokens=0),
+            context,
+            chunk_after=chunk,
+            on_logits=on_logits,
+            logits_from=logits_from,
+            on_finish=at_end,
+        )
+
+
+@dataclass(frozen=True)
+class LedgerReport:
+    """`sequences` one ledger each (shared blocks count 1/owners), `total` their sum, `reference` full-cache bytes/token."""
+
+    sequences: list[Ledger]
+    total: Ledger
+    reference: int
+
+    @property
+    def ratio(self) -> float:
+        return self.total.ratio(self.reference)
+
+    def __str__(self) -> str:
+        t = self.total
+        lines = [
+            f"{t.tokens:,} tokens in {len(self.sequences)} sequences: {t.physical:,.0f} bytes, "
+            f"{t.bytes_per_token:,.0f} B/token, {self.ratio:.2f}x smaller than the full float16 cache"
+        ]
+        for name in ("payload", "metadata", "residual", "tables", "fragmentation"):
+            lines.append(f"  {name:14s} {getattr(t, name):14,.0f}")
+        lines.append(f"  shared {t.shared:,.0f}   static {t.static:,}   reserved {t.reserved:,}   temporary {t.temporary:,}")
+        return "\n".join(lines)
+
+
+def sum_ledgers(ledgers: list[Ledger]) -> Ledger:
+    """Categories add up; pool-wide figures (reserved, temporary, static) are the largest seen."""
+    if not ledgers:
+        return Ledger()
+    wide = ("reserved", "temporary", "static")
+    return Ledger(
+        **{
+            f.name: (max if f.name in wide else sum)(getattr(led, f.name) for led in ledgers)  # type: ignore[operator]
+            for f in fields(Ledger)
+        }
+    )
+
+
+def load(
+    model: str | Loaded = "smollm2",
+    method: str | Mapping[str, Any] | Compressor | None = None,
+    *,
+    path: str | None = None,
+    dtype: str = "float32",
+    runtime: Mapping[str, Any] | EngineCfg | None = None,
+    **options: Any,
+) -> Lab:
+    """A Lab: `model` by name (smollm2, local + path, hf + path, tiny_*) or already loaded, `method` by name with its options.
+
+    runtime: fields of EngineCfg (block, max_seqs, max_len, chunk, pool_bytes, ...). ConfigError says what cannot work.
+    """
+    compressor = method if isinstance(method, Compressor) else registry.build(method, **options)
+    loaded = model if isinstance(model, Loaded) else load_model(ModelCfg(name=model, path=path, dtype=dtype))
+    cfg = runtime if isinstance(runtime, EngineCfg) else engine_cfg(runtime or {}, loaded.max_length)
+    torch.set_grad_enabled(False)
+    return Lab(loaded, compressor, cfg)
+
+
+def engine_cfg(values: Mapping[str, Any], longest: int) -> EngineCfg:
+    """EngineCfg from plain keys; max_len defaults to 2048 or what the model can do."""
+    known = {f.name for f in fields(EngineCfg)}
+    wrong = sorted(set(values) - known)
+    if wrong:
+        raise ConfigError(f"unknown runtime option {', '.join(wrong)}; there are {', '.join(sorted(known))}")
+    values = dict(values)
+    values.setdefault("max_len", min(2048, longest))
+    return EngineCfg(**values)
