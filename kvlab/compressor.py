@@ -82,6 +82,7 @@ class Compressor:
         self.geom, self.block = geom, block
         self.codec.setup(geom, block)
         regions = self.codec.regions(geom, block)
+        self.names = tuple(r.name for r in regions)  # what a tile of encoded slots is made of
         has_tail = self.codec.scope == "block" or self.codec.residual > 0
         extra, state, stage = (), (), "none"
         groups = window_groups(geom, regions)
@@ -130,8 +131,9 @@ class Compressor:
         body = total if self.pruner is None else min(total, self.pruner.peak_slots(prompt, context, max_new, chunk))
         if not has_tail:
             return body, 0
-        if self.pruner is not None:
-            return body, prompt + self.block
+        if self.pruner is not None:  # staged: the context is exact until it is cut, then what is kept until it is sealed
+            waits = max(self.pruner.kept_slots(context), self.codec.residual + self.block - 1)
+            return body, max(context, min(body, waits + max(1, min(chunk, prompt - context))))
         return total, min(total, self.codec.residual + self.block + chunk)
 
     # -- inside a layer ------------------------------------------------------------------------------------------
@@ -143,9 +145,10 @@ class Compressor:
             self.counters.encoded_blocks += self.codec.family != "full"
         else:
             p.scatter(layer, {"k": k, "v": v})
-            self._seal(layer, p)
         if self.pruner is not None and p.t.window is None:
-            self.pruner.wrote(layer, p)
+            self.pruner.wrote(layer, p)  # before sealing: what a slot carries is sealed with it
+        if p.t.tail is not None:
+            self._seal(layer, p)
 
     def _seal(self, layer: int, p: Pages) -> None:
         """Exact blocks older than the residual window become encoded ones, before anything attends."""
@@ -204,10 +207,9 @@ class Compressor:
         if tile.source == "chunk":
             return self._chunk(tile, bucket, k), self._chunk(tile, bucket, v)
         if tile.source == "body":
-            page = {r.name: p.gather(tile, layer, r.name) for r in self.codec.regions(self.geom, self.block)}
-            tk, tv = self.codec.read(layer, page, p.scratch)
+            tk, tv = self.codec.read(layer, p.gather(tile, layer, self.names), p.scratch)
         else:
-            tk, tv = p.gather(tile, layer, "k"), p.gather(tile, layer, "v")
+            tk, tv = p.gather(tile, layer, ("k", "v")).values()
         if tile.junk is not None:
             for x in (tk, tv):
                 x.view(-1, x.shape[-1]).index_fill_(0, tile.junk, 0)

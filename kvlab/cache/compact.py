@@ -6,6 +6,8 @@ fresh block and the original stays for the others. Rows are read into a buffer b
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -32,34 +34,34 @@ def compact(t: ClassTables, rows: np.ndarray, keep: Tensor, n_keep: np.ndarray) 
         table, pool, arrays = t.tail, t.tail_pool, t.tail_arrays
     assert all(r.scope == "token" for r in arrays.regions.values()), "block-scope regions cannot be compacted"
     old = table[rows].astype(np.int64)  # [Ne, groups, M]
-    new, freed = _targets(t, pool, old, rows, n_keep)
+    new = _targets(t, pool, old, n_keep)
     _move(t, arrays, torch.from_numpy(old), torch.from_numpy(new), keep, n_keep)
     table[rows] = new
-    for block in reversed(freed):
-        pool.decref(block)
     t.evicted[rows] += t.n_slots[rows] - n_keep
     t.n_slots[rows] = n_keep
     if t.tail is None:
         t.sealed[rows] = n_keep
 
 
-def _targets(
-    t: ClassTables, pool: BlockPool, old: np.ndarray, rows: np.ndarray, n_keep: np.ndarray
-) -> tuple[np.ndarray, list[int]]:
-    """New tables [Ne, groups, M] and the blocks that lose this owner. Only block books are touched."""
+def _targets(t: ClassTables, pool: BlockPool, old: np.ndarray, n_keep: np.ndarray) -> np.ndarray:
+    """New tables [Ne, groups, M]. Only block books are touched: what loses its owner is given back FIRST, so that a fresh
+    block may be one of those (`_move` reads before it writes) and a sequence never needs more than it held before."""
     count = -(-n_keep // t.block)
     new = np.where(np.arange(old.shape[2]) < count[..., None], old, 0)
     used = new[new > 0]
     shared = np.array([b for b in used.tolist() if pool.ref[b] > 1 or b in pool.key], np.int64)
     freed = old[(old > 0) & (new == 0)].tolist()
-    if len(shared):
-        at = np.argwhere(np.isin(new, shared) & (new > 0))
-        if len(at) > pool.available:
-            raise NoBlocks(f"compaction must copy {len(at)} shared blocks, {pool.available} are available")
-        freed += [int(new[tuple(i)]) for i in at]
-        for i, block in zip(at, pool.alloc(len(at))):
-            new[tuple(i)] = block
-    return new, freed
+    at = np.argwhere(np.isin(new, shared) & (new > 0))
+    freed += [int(new[tuple(i)]) for i in at]
+    if len(at):
+        back = sum(pool.ref[b] == k and not pool.pin[b] for b, k in Counter(freed).items())
+        if len(at) > pool.available + back:
+            raise NoBlocks(f"compaction must copy {len(at)} shared blocks, {pool.available + back} are available")
+    for block in reversed(freed):
+        pool.decref(block)
+    for i, block in zip(at, pool.alloc(len(at))):
+        new[tuple(i)] = block
+    return new
 
 
 def _move(t: ClassTables, arrays: Arrays, old: Tensor, new: Tensor, keep: Tensor, n_keep: np.ndarray) -> None:
@@ -69,9 +71,8 @@ def _move(t: ClassTables, arrays: Arrays, old: Tensor, new: Tensor, keep: Tensor
     limit = torch.from_numpy(n_keep).to(keep.device)
     for li in range(len(t.layers)):
         groups = torch.from_numpy(t.group_of[li]).to(keep.device)
-        src = keep[li].clamp_min(0)  # [Ne, Hk, k]
-        dst = at.expand_as(src)
-        real = at < limit[:, groups][..., None]
+        real = at < limit[:, groups][..., None]  # [Ne, Hk, k]
+        src, dst = torch.where(real, keep[li], 0), at.expand_as(real)
         head = torch.from_numpy(t.layer_in[li] * t.heads_of_group + t.head_in[li]).to(keep.device)[:, None]
         flat = []
         for tbl, slot in ((old, src), (new, dst)):

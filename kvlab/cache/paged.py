@@ -92,8 +92,10 @@ class PagedCache:
             )
         if full <= budget:
             return want
-        share = budget / full
-        return [[max(int(w * share), 2 * len(t.groups)) if w else 0 for w in ws] for t, ws in zip(self.classes, want)]
+        floor = [[min(w, 2 * len(t.groups)) for w in ws] for t, ws in zip(self.classes, want)]
+        fixed = sum(f * b for fs, bs in zip(floor, bytes_) for f, b in zip(fs, bs))
+        share = (budget - fixed) / (full - fixed)
+        return [[f + int((w - f) * share) for f, w in zip(fs, ws)] for fs, ws in zip(floor, want)]
 
     # -- sequences -----------------------------------------------------------------------------------------------
     def add_row(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -33,21 +33,22 @@ class Pages:
         for source in self.builder.sources(bucket):
             yield from self.builder.tiles(bucket, source, layer)
 
-    def gather(self, tile: Tile, layer: int, name: str) -> Tensor:
-        """One region of a tile: [Nb, Hk, width, *shape], or [Nb, Hk, width/B, *shape] for block regions. Reused memory:
+    def gather(self, tile: Tile, layer: int, names: Iterable[str]) -> dict[str, Tensor]:
+        """Regions of a tile: [Nb, Hk, width, *shape], or [Nb, Hk, width/B, *shape] for block regions. Reused memory:
         valid until the next gather of the same region."""
-        arrays = self.arrays(tile.source)
-        region, flat = arrays.regions[name], arrays.block_rows[name]
-        rows = tile.rows
+        arrays, rows, out = self.arrays(tile.source), tile.rows, {}
         if tile.layer_step:
             rows = rows + tile.layer_step * self.t.layer_index[layer]
-        out = self.scratch.get(f"gather.{tile.source}.{name}", (len(rows), flat.shape[1]), region.dtype)
-        torch.index_select(flat, 0, rows, out=out)
-        slots = tile.width if region.scope == "token" else tile.width // self.block
-        return out.view(-1, self.step_heads, slots, *region.shape)
+        for name in names:
+            region, flat = arrays.regions[name], arrays.block_rows[name]
+            buffer = self.scratch.get(name, (len(rows), flat.shape[1]), region.dtype)
+            torch.index_select(flat, 0, rows, out=buffer)
+            slots = tile.width if region.scope == "token" else tile.width // self.block
+            out[name] = buffer.view(-1, self.heads, slots, *region.shape)
+        return out
 
     @property
-    def step_heads(self) -> int:
+    def heads(self) -> int:
         return self.t.group_of.shape[1]
 
     # -- writing -------------------------------------------------------------------------------------------------

@@ -97,8 +97,11 @@ class ClassTables:
         if (before % B).any():
             last = (before - 1).clip(0) // B
             ids = np.take_along_axis(table[rows], last[..., None], 2)[..., 0]
+            leaving: dict[int, int] = {}  # owners that get a copy in this step; the last one writes in place
             for n, g in zip(*np.nonzero((before % B > 0) & (add[:, None] > 0))):
-                if pool.ref[ids[n, g]] > 1:
+                block = int(ids[n, g])
+                if pool.ref[block] - leaving.get(block, 0) > 1:
+                    leaving[block] = leaving.get(block, 0) + 1
                     cow.append((int(rows[n]), int(g), int(last[n, g])))
         return Growth(before, after, sealed_to, body, tail, cow)
 

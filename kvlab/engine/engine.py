@@ -192,6 +192,7 @@ class Engine:
             child.row = self.cache.fork_row(seq.row, share=not mutable)
             self.scheduler.running.append(child)
             children.append(child)
+        self.scheduler.running.sort(key=lambda s: s.arrival)  # samples are as old as their prompt
         return children
 
     def _finish(self, seq: Sequence, reason: str) -> None:

@@ -31,7 +31,8 @@ class Scheduler:
     def peak_blocks(self, seq: Sequence) -> tuple[tuple[int, int], ...]:
         max_new = seq.sampling.max_tokens
         body, tail = self.compressor.peak_slots(seq.prompt, seq.context, max_new, self.chunk)
-        return tuple(self.cache.blocks_for(t, body, tail) for t in self.cache.classes)
+        total = seq.prompt + max_new  # a pruner leaves sliding layers alone
+        return tuple(self.cache.blocks_for(t, body if t.window is None else total, tail) for t in self.cache.classes)
 
     def usable(self) -> list[tuple[int, int]]:
         return [

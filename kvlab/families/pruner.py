@@ -89,7 +89,7 @@ class Pruner:
             raise ConfigError(f"{name}: every={self.every} must be at least 1")
 
     def setup(self, geom: Geom, block: int) -> None:
-        self.geom = geom
+        self.geom, self.block = geom, block
 
     def fingerprint(self) -> str:
         opts = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -102,11 +102,18 @@ class Pruner:
             return np.full(len(context), max(self.tokens, least), np.int64)
         return np.maximum(np.floor(context * self.fraction + 1e-9).astype(np.int64), least)
 
+    def kept_slots(self, context: int) -> int:
+        """Slots right after the cut. Ragged: the mean over groups, each of which rounds up to whole blocks on its own."""
+        return min(context, int(self.budget(np.array([context]))[0])) + (self.block - 1 if self.ragged else 0)
+
     def peak_slots(self, prompt: int, context: int, max_new: int, chunk: int) -> int:
-        C = int(self.budget(np.array([context]))[0])
+        """Slots held at most, at any moment of any step: tokens come first and are cut after the step."""
+        rest = prompt - context
         if self.trigger == "prefill_end":
-            return max(context, min(context, C) + prompt - context + max_new)
-        return C + max(self.every, chunk) if self.cut_chunks else max(prompt, C + self.every)
+            return max(context, self.kept_slots(context) + rest + max_new)
+        C = int(self.budget(np.array([context]))[0]) + (self.block - 1 if self.ragged else 0)
+        prefill = min(context, C + chunk) if self.cut_chunks else context
+        return max(prefill, C + self.every, min(prompt, C + self.every - 1 + min(chunk, rest)))
 
     def state(self, geom: Geom) -> tuple[Region, ...]:
         """Per sequence and layer: the newest `window` queries of the context."""
@@ -218,22 +225,19 @@ class Scoring:
             both = [torch.zeros((N, Hk, self.slots, comp.geom.D), device=self.ev.step.device) for _ in "kv"]
             for tile in p.tiles(self.ev.bucket, self.layer):
                 if tile.source == "body":
-                    regions = comp.codec.regions(comp.geom, comp.block)
-                    kv = comp.codec.decode(self.layer, {r.name: p.gather(tile, self.layer, r.name) for r in regions})
+                    kv = comp.codec.decode(self.layer, p.gather(tile, self.layer, comp.names))
                 else:
-                    kv = p.gather(tile, self.layer, "k"), p.gather(tile, self.layer, "v")
+                    kv = p.gather(tile, self.layer, ("k", "v")).values()
                 for whole, part in zip(both, kv):
-                    span = whole[:, :, tile.start : tile.start + tile.width]
-                    span.copy_(part)
                     if tile.junk is not None:
-                        flat = span.reshape(-1, span.shape[-1]).index_fill_(0, tile.junk, 0)
-                        span.copy_(flat.view_as(span))
+                        part = part.reshape(-1, part.shape[-1]).index_fill(0, tile.junk, 0).view(part.shape)
+                    whole[:, :, tile.start : tile.start + tile.width] = part
             self._kv = tuple(both)
         return self._kv
 
     def value(self, name: str) -> Tensor:
         p = self.ev.p
-        parts = [p.gather(tile, self.layer, name).clone() for tile in p.tiles(self.ev.bucket, self.layer)]
+        parts = [p.gather(tile, self.layer, [name])[name].clone() for tile in p.tiles(self.ev.bucket, self.layer)]
         return torch.cat(parts, 2)
 
     def votes(self) -> Tensor:

@@ -40,13 +40,8 @@ def merge(a: Partial | None, b: Partial) -> Partial:
     """Join two partials over disjoint keys."""
     if a is None:
         return b
-    top = torch.maximum(a[1], b[1])
-    top = top.masked_fill(top == -torch.inf, 0.0)
-    wa, wb = torch.exp(a[1] - top), torch.exp(b[1] - top)
-    total = wa + wb
-    lse = top + torch.log(total)
-    share = wb / total.clamp_min(torch.finfo(torch.float32).tiny)
-    return torch.lerp(a[0], b[0], share[..., None]), lse
+    share = torch.sigmoid(b[1] - a[1]).nan_to_num_(0.0)  # weight of b; nan where both are empty
+    return torch.lerp(a[0], b[0], share.unsqueeze(-1)), torch.logaddexp(a[1], b[1])
 
 
 def mass(q: Tensor, k: Tensor, scale: float, lse: Tensor, mask: Tensor | None, empty: Tensor | None, G: int) -> Tensor:
