@@ -1,62 +1,69 @@
 """The command line. `python -m kvlab [overrides]` runs methods; `kvlab methods|tasks|report|compare|verify` are small.
 
-Exit codes: 0 ok, 2 bad input, 3 a method never acted, 4 verification failed, 5 something cannot be had offline.
+Exit codes: 0 ok, 1 our bug (with a traceback), 2 bad input, 3 a method never acted, 4 verification failed, 5 something
+cannot be had offline, 130 stopped by Ctrl-C. A sweep goes on after a failed job and ends with the first failure's code.
 Torch is imported inside the run, so that wrong words fail at once and the first line does not wait for it.
 """
 
 from __future__ import annotations
 
+import difflib
+import logging
+import os
 import re
 import sys
+import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from kvlab.errors import KvlabError
+from kvlab.errors import ConfigError, KvlabError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+log = logging.getLogger("kvlab")
 
 COMMANDS = ("methods", "tasks", "report", "compare", "verify", "version")
+INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Entry of `kvlab` and `python -m kvlab`."""
+    """Entry of `kvlab` and `python -m kvlab`; ends with SystemExit."""
     args = list(sys.argv[1:] if argv is None else argv)
-    if args and args[0] in COMMANDS:
-        from kvlab.commands import app
-
-        _guard(lambda: app(args, standalone_mode=False))
-    else:
-        sys.exit(hydra_app(args))
-
-
-def _guard(call) -> None:
-    import click
-
     try:
-        code = call()
+        sys.exit(small(args) if args and args[0] in COMMANDS else hydra_app(args))
     except KvlabError as err:
         complain(err)
         sys.exit(err.exit_code)
-    except click.exceptions.Exit as err:
-        sys.exit(err.exit_code)
-    except click.ClickException as err:
-        err.show()
-        sys.exit(2)
-    sys.exit(code if isinstance(code, int) else 0)
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        sys.exit(INTERRUPTED)
 
 
-def complain(err: KvlabError) -> None:
+def small(args: list[str]) -> int:
+    """One of COMMANDS. Typer prints its own complaints about words."""
+    from kvlab.commands import app
+
+    try:
+        app(args, prog_name="kvlab")
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    return 0
+
+
+def complain(err: object) -> None:
+    """One error in words, on stderr."""
     from rich.console import Console
 
-    Console(stderr=True).print(f"[bold red]error[/] {_escape(str(err))}", highlight=False, soft_wrap=True)
-
-
-def _escape(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
+    console = Console(stderr=True)
+    console.print("[bold red]error[/] ", end="")
+    console.print(str(err), markup=False, highlight=False, soft_wrap=True)
 
 
 def rewrite(args: list[str]) -> list[str]:
     """`method=x` becomes `+method=x` (the group is not in the defaults list, so that both spellings can work)."""
-    return [f"+{a}" if re.fullmatch(r"method=.*", a) else a for a in args]
+    return [f"+{a}" if a.startswith("method=") else a for a in args]
 
 
 def choices(args: list[str]) -> list[str]:
@@ -64,62 +71,150 @@ def choices(args: list[str]) -> list[str]:
     return [name for a in args if a.startswith("+method=") for name in a.partition("=")[2].split(",") if name]
 
 
+def check_words(args: list[str]) -> None:
+    """ConfigError for a first word that is neither a command nor KEY=VALUE nor an option."""
+    from kvlab import names
+
+    word = args[0] if args else "-"
+    if word.startswith(("-", "~")) or "=" in word:
+        return
+    ways = [f"kvlab {c}" for c in difflib.get_close_matches(word, COMMANDS, n=1)]
+    ways += [f"+method={m}" for m in difflib.get_close_matches(word, names.names(), n=1)]
+    hint = f"did you mean {' or '.join(ways)}? " if ways else ""
+    raise ConfigError(
+        f"kvlab has no command {word!r}: {hint}Commands: {', '.join(COMMANDS)}. Everything else is KEY=VALUE, "
+        "e.g. +method=turboquant method.bits_k=3; --help lists the keys."
+    )
+
+
 def hydra_app(args: list[str]) -> int:
     """Compose the config, run each job in this process, combine a sweep. Returns the exit code."""
-    import hydra
-    from hydra.core.config_store import ConfigStore
-    from hydra.core.hydra_config import HydraConfig
-    from omegaconf import DictConfig, OmegaConf
-
-    from kvlab import names as methods_index
+    check_words(args)
+    args = rewrite(args)
+    _prepare(choices(args))
     from kvlab.session import Session
     from kvlab.tasks.progress import Progress
 
-    args = rewrite(args)
-    state = {"code": 0, "jobs": 0, "sweep": None}
-    try:
-        for name in choices(args):
-            cfg = methods_index.config(name)
-            if "+" in name:  # a pipeline is a config that has no file
-                ConfigStore.instance().store(group="method", name=name, node=cfg)
-    except KvlabError as err:
-        complain(err)
-        return err.exit_code
-    OmegaConf.register_new_resolver("kvlab_name", methods_index.folder_name, replace=True)
-
     with Progress() as progress:
-        session = Session(progress)
+        run = Jobs(Session(progress))
+        try:
+            run.all(args)
+        except KeyboardInterrupt:
+            progress.say("interrupted")
+            run.code = INTERRUPTED
+    run.end()
+    return run.code
 
-        @hydra.main(version_base="1.3", config_path="pkg://kvlab.configs", config_name="config")
-        def job(cfg: DictConfig) -> None:
-            state["jobs"] += 1
+
+def _prepare(methods: list[str]) -> None:
+    """Unknown names fail here; a pipeline is a config that has no file."""
+    from hydra.core.config_store import ConfigStore
+    from omegaconf import OmegaConf
+
+    from kvlab import names
+
+    for name in methods:
+        cfg = names.config(name)
+        if "+" in name:
+            ConfigStore.instance().store(group="method", name=name, node=cfg)
+    OmegaConf.register_new_resolver("kvlab_name", names.folder_name, replace=True)
+
+
+class Jobs:
+    """The jobs of one command: a failed one does not take the others along."""
+
+    def __init__(self, session: Any) -> None:
+        self.session = session
+        self.code = self.count = 0
+        self.failed: list[str] = []
+        self.sweep: Path | None = None
+        self.done: tuple[dict, Path] | None = None  # of a single run
+
+    def all(self, args: list[str]) -> None:
+        import hydra
+
+        app = hydra.main(version_base="1.3", config_path="pkg://kvlab.configs", config_name="config")(self._job())
+        argv, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+        sys.argv = ["kvlab", *args]
+        os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come as exceptions: we say what is wrong, in our words
+        try:
+            app()
+        except SystemExit as stop:  # --help and the like, or an unknown option
+            self.code = self.code or (stop.code if isinstance(stop.code, int) else 0)
+        except hydra.errors.HydraException as err:
+            complain(explain(err, args))
+            self.code = self.code or 2
+        except OSError as err:
+            complain(f"the run folder cannot be made: {err}. Use out=DIR with a folder that can be written.")
+            self.code = self.code or 2
+        finally:
+            sys.argv = argv
+            if full_error is None:
+                del os.environ["HYDRA_FULL_ERROR"]
+            else:
+                os.environ["HYDRA_FULL_ERROR"] = full_error
+
+    def _job(self) -> Callable[[DictConfig], None]:
+        def job(cfg: DictConfig) -> None:  # hydra.main reads the annotations of a plain function
+            from hydra.core.hydra_config import HydraConfig
+
+            self.count += 1
             info = HydraConfig.get()
             folder = Path(info.runtime.output_dir)
             if info.mode.name == "MULTIRUN":
-                state["sweep"] = folder.parent
-            config = OmegaConf.to_container(cfg, resolve=True)
+                self.sweep = folder.parent
+            name = " ".join(info.overrides.task) if self.sweep else ""
             try:
-                body = session.run(config, folder, list(info.overrides.task))
-                if state["sweep"] is None:
-                    _show(body, folder)
+                self.done = self.session.run(_plain(cfg), folder, list(info.overrides.task)), folder
             except KvlabError as err:
-                complain(err)
-                state["code"] = state["code"] or err.exit_code
+                self._failed(name, str(err), err.exit_code)
+            except Exception as err:  # ours, or that of a method under construction
+                traceback.print_exc()
+                log.exception("%s failed", name or "the run")
+                self._failed(name, f"{type(err).__name__}: {err}", 1)
 
-        old = sys.argv
-        sys.argv = [old[0], *args]
-        try:
-            job()
-        except SystemExit as stop:  # Hydra has printed what is wrong with the words
-            if stop.code and not state["jobs"]:
-                return 2
-            if stop.code:
-                raise
-        finally:
-            sys.argv = old
-    if state["sweep"] is not None and session.folders:
-        _combine(session.folders, state["sweep"])
-    return state["code"]
+        return job
+
+    def _failed(self, name: str, why: str, code: int) -> None:
+        complain(f"{name}: {why}" if name else why)
+        self.code = self.code or code
+        self.failed.append(name)
+
+    def end(self) -> None:
+        """The table, when no progress bar is in the way: of the run, or of all jobs of a sweep and what it lacks."""
+        if self.sweep is None:
+            if self.done is not None:
+                _show(*self.done)
+            return
+        if self.session.folders:
+            _combine(self.session.folders, self.sweep)
+        for name in self.failed:
+            print(f"failed: {name}")
+
+
+def _plain(cfg: DictConfig) -> dict:
+    from omegaconf import OmegaConf
+
+    missing = sorted(OmegaConf.missing_keys(cfg))
+    if missing:
+        raise ConfigError(f"{' and '.join(missing)} must be given: {' '.join(f'{key}=...' for key in missing)}")
+    return OmegaConf.to_container(cfg, resolve=True)
+
+
+def explain(err: Exception, args: list[str]) -> str:
+    """Hydra's complaint; where a key is unknown, the keys there are."""
+    from hydra import compose, initialize_config_module
+
+    from kvlab import names
+
+    text = str(err).strip()
+    key = re.search(r"Could not override '([\w.@/]+)'", text)
+    if key is None:
+        return text
+    groups = [a.partition(",")[0] for a in args if re.match(r"(task|model|runtime|protocol|logger)=", a)]
+    with initialize_config_module("kvlab.configs", version_base="1.3"):
+        cfg = compose("config", groups)
+    return f"there is no key {key[1]!r}. {names.near_keys(cfg, key[1], choices(args))}"
 
 
 def _show(body: dict, folder: Path) -> None:
@@ -136,9 +231,12 @@ def _combine(folders: list[Path], into: Path) -> None:
 
     results, notes = combine.load(folders)
     combined = combine.combine(results)
-    combine.write(combined, into)
+    files = combine.write(combined, into)
     console = Console()
-    console.print(table.text(combined.summary, width=console.width, title=combined.caption), end="", markup=False, highlight=False)
+    console.print(
+        table.text(combined.summary, width=console.width, title=combined.caption), end="", markup=False, highlight=False
+    )
     for note in [*notes, *combined.warnings]:
-        console.print(f"note: {note}", markup=False)
-    console.print(f"wrote {into / 'summary.md'}, pareto.png, ledger.png", markup=False, highlight=False)
+        console.print(f"note: {note}", markup=False, highlight=False)
+    names = sorted(p.name for p in files.values() if p.suffix in (".md", ".csv", ".png"))
+    console.print(f"wrote {into}: {', '.join(names)}", markup=False, highlight=False, soft_wrap=True)

@@ -7,34 +7,47 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="KV-cache compression research.", no_args_is_help=True, add_completion=False, rich_markup_mode=None)
+app = typer.Typer(
+    help="KV-cache compression research.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
 
 
 @app.command()
 def methods() -> None:
     """List every method: name, what it does, one command."""
-    from rich.console import Console
-    from rich.table import Table
-
     from kvlab import names
 
-    table = Table(box=None, pad_edge=False)
-    for head in ("method", "what it does", "try"):
-        table.add_column(head, overflow="fold", no_wrap=head != "what it does")
-    for name in names.names():
-        lines = (names.FOLDER / f"{name}.yaml").read_text("utf-8").splitlines()
-        about = [line.lstrip("# ") for line in lines[:4] if line.startswith("#")]
-        table.add_row(name, " ".join(about[1:]), about[0].split("   ")[0])
-    Console().print(table, highlight=False, markup=False)
-    typer.echo("\nPipelines: any pruner + any quantizer, e.g. +method=snapkv+turboquant")
+    _list(names.FOLDER)
+    typer.echo("Pipelines: a pruner + a quantizer, e.g. python -m kvlab +method=snapkv+turboquant")
 
 
 @app.command()
 def tasks() -> None:
-    """List every task with its options."""
-    folder = Path(__file__).parent / "configs" / "task"
+    """List every task: name, what it measures, its options with their defaults."""
+    _list(Path(__file__).parent / "configs" / "task", options=True)
+
+
+def _list(folder: Path, options: bool = False) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from kvlab import names
+
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     for path in sorted(folder.glob("*.yaml")):
-        typer.echo(f"{path.stem}\n{path.read_text('utf-8').rstrip()}\n")
+        about, command = names.about(path)
+        lines = [line.rstrip() for line in path.read_text("utf-8").splitlines() if options and not line.startswith("#")]
+        text = Text("\n").join([*([Text(about)] if about else []), Text(command, style="dim"), *map(Text, lines)])
+        table.add_row(Text(path.stem, style="bold"), text)
+        table.add_row()
+    Console().print(table, highlight=False)
 
 
 @app.command()

@@ -195,12 +195,33 @@ class Compressor:
         for tile in p.tiles(bucket, layer):
             encoded = tile.source == "body"
             tk, tv = self.read(layer, p, tile, bucket, k, v)
-            part = partial(inner if encoded else q, tk, tv, self.geom.scale, tile.mask, tile.empty)
-            joined[encoded] = merge(joined[encoded], part)
+            rows = self._rows(inner if encoded else q, tile, bucket)
+            part = partial(rows, tk, tv, self.geom.scale, tile.mask, tile.empty)
+            joined[encoded] = self._join(joined[encoded], part, tile, bucket)
         if joined[True] is None:
             return joined[False]
         body = (self.codec.output(layer, joined[True][0]), joined[True][1])
         return body if joined[False] is None else merge(body, joined[False])
+
+    def _rows(self, q: Tensor, tile: Tile, bucket: Bucket) -> Tensor:
+        """The rows of q [Nb, Hk, G*rows, W] that see something of the tile."""
+        if tile.last - tile.first == bucket.rows:
+            return q
+        wide = q.view(*q.shape[:2], self.geom.G, bucket.rows, q.shape[-1])
+        return wide[:, :, :, tile.first : tile.last].flatten(2, 3)
+
+    def _join(self, all_: Partial | None, part: Partial, tile: Tile, bucket: Bucket) -> Partial:
+        if tile.last - tile.first == bucket.rows:
+            return merge(all_, part)
+        N, Hk, _, W = part[0].shape
+        G, R = self.geom.G, bucket.rows
+        if all_ is None:
+            all_ = part[0].new_zeros(N, Hk, G * R, W), part[1].new_full((N, Hk, G * R), -torch.inf)
+        out, lse = all_[0].view(N, Hk, G, R, W), all_[1].view(N, Hk, G, R)
+        span = slice(tile.first, tile.last)
+        part = part[0].view(N, Hk, G, -1, W), part[1].view(N, Hk, G, -1)
+        out[:, :, :, span], lse[..., span] = merge((out[:, :, :, span], lse[..., span]), part)
+        return all_
 
     def read(self, layer: int, p: Pages, tile: Tile, bucket: Bucket, k: Tensor | None, v: Tensor | None):
         """Keys and values of a tile, [Nb, Hk, width, D]; body tiles in the codec's own basis. Junk slots are zero."""
@@ -228,16 +249,16 @@ class Compressor:
         return out
 
     def received(self, layer: int, q: Tensor, lse: Tensor, p: Pages, bucket: Bucket) -> list[tuple[Tile, Tensor]]:
-        """Attention weight that each slot got from these rows: [(tile, float32 [Nb, Hk, G, width])]. lse +inf = no vote."""
-        inner = self.codec.query(layer, q)
+        """Attention weight that each slot got from these rows: [(tile, float32 [Nb, Hk, G, width])]. lse +inf = no vote.
+
+        Slots are read as they are stored, those of this step too (also when the rows attended to them as they came)."""
+        inner, p = self.codec.query(layer, q), p.stored()
         out = []
         for tile in p.tiles(bucket, layer):
-            if tile.source == "chunk":
-                continue
             tk, _ = self.read(layer, p, tile, bucket, None, None)
-            w = mass(
-                inner if tile.source == "body" else q, tk, self.geom.scale, lse, tile.mask, tile.empty, self.geom.G
-            )
+            rows = self._rows(inner if tile.source == "body" else q, tile, bucket)
+            seen = self._rows(lse.unsqueeze(-1), tile, bucket).squeeze(-1)
+            w = mass(rows, tk, self.geom.scale, seen, tile.mask, tile.empty, self.geom.G)
             out.append((tile, w))
         return out
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import itertools
 import re
 from functools import lru_cache
 from pathlib import Path
@@ -30,8 +31,44 @@ def config(name: str) -> DictConfig:
     if name not in names():
         near = difflib.get_close_matches(name, names(), n=3, cutoff=0.4)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
-        raise ConfigError(f"there is no method {name!r}: {hint}kvlab has {', '.join(names())}, and pipelines such as snapkv+int4")
+        raise ConfigError(
+            f"there is no method {name!r}: {hint}kvlab has {', '.join(names())}, and pipelines such as snapkv+int4"
+        )
     return OmegaConf.load(FOLDER / f"{name}.yaml")
+
+
+def about(path: Path) -> tuple[str, str]:
+    """(what it is, a command that runs it) from the comment at the top of a YAML file."""
+    head = list(itertools.takewhile(lambda line: line.startswith("#"), path.read_text("utf-8").splitlines()))
+    commands = [m[1] for m in (re.search(r"(python -m kvlab [^#]*)", line) for line in head) if m]
+    command = re.split(r" {3}", commands[0])[0].strip() if commands else ""
+    return "\n".join(line.lstrip("# ") for line in head if "python -m kvlab" not in line), command
+
+
+def near_keys(cfg: DictConfig, key: str, methods: list[str]) -> str:
+    """What there is where the unknown `key` was looked for. `methods`: the chosen ones, absent from cfg."""
+    who = ""
+    if key.startswith("method."):
+        if not methods:
+            return f"No method is chosen: add +method=NAME, one of {', '.join(names())}."
+        lacks = [m for m in methods if not _holds(OmegaConf.create({"method": config(m)}), key)]
+        method = (lacks or methods)[0]
+        who, cfg = f"method {method}", OmegaConf.create({"method": config(method)})
+    parent, _, name = key.rpartition(".")
+    while parent and not isinstance(OmegaConf.select(cfg, parent), DictConfig):
+        parent, _, name = parent.rpartition(".")
+    node = OmegaConf.select(cfg, parent) if parent else cfg
+    known = [str(k) for k in node if k not in ("_target_", "name")]
+    near = [f"{parent}.{n}".lstrip(".") for n in difflib.get_close_matches(name, known, n=2)]
+    hint = f"Did you mean {' or '.join(near)}? " if near else ""
+    where = who if parent == "method" and who else parent or "the config"
+    return f"{hint}Keys of {where}: {', '.join(known)}."
+
+
+def _holds(cfg: DictConfig, key: str) -> bool:
+    parent, _, name = key.rpartition(".")
+    node = OmegaConf.select(cfg, parent)
+    return isinstance(node, DictConfig) and name in node
 
 
 def folder_name(override_dirname: str) -> str:

@@ -32,9 +32,9 @@ class Session:
     models: Any = None
 
     def run(self, config: Config, folder: Path, overrides: list[str] | None = None) -> dict:
-        """One method on one task: returns the result and writes result.json, rows.csv, documents.jsonl, plots and events.
+        """One method on one task: returns the result; writes result.json, rows.csv, documents.jsonl, plots and events.
 
-        Raises ConfigError and the other KvlabErrors before anything is measured; MethodNeverActed after everything is written.
+        Raises ConfigError and the other KvlabErrors before anything is measured; MethodNeverActed when all is written.
         """
         from kvlab import registry
         from kvlab.report import result as results
@@ -43,8 +43,10 @@ class Session:
         task = config["task"]
         if task["name"] not in TASKS:
             raise ConfigError(f"task={task['name']!r} is unknown; there are {', '.join(TASKS)}")
+        check_kinds(config)
         method = config.get("method")
         probe = registry.build(method)  # a wrong option fails before weights load
+        self._runtime_kinds(config)
         tracker = make(config.get("logger") or {})
         self._threads(config.get("threads"))
         started = datetime.now(UTC)
@@ -55,14 +57,16 @@ class Session:
         if is_full or config.get("baseline", True):
             outcomes["full"] = self._baseline(config, loaded)
         if not is_full or method is not None:
-            outcomes["method"] = self._measure(config, loaded, method) if not self._plain(method) else outcomes.pop("full")
+            outcomes["method"] = (
+                self._measure(config, loaded, method) if not self._plain(method) else outcomes.pop("full")
+            )
         body = self._result(config, loaded, outcomes, started, overrides or [])
         self._write(body, outcomes, folder, config, tracker, results)
         acted = all(o.acted for name, o in outcomes.items() if name == "method")
         if not is_full and not acted and not config.get("allow_noop"):
             raise MethodNeverActed(
-                f"{probe.label()} never acted: no block was encoded and no token evicted in any request, so its row says "
-                "nothing. Lower its budget or window, use longer inputs, or set allow_noop=true."
+                f"{probe.label()} never acted: no block was encoded and no token evicted in any request, so its row in "
+                f"{folder} says nothing. Lower its budget or window, use longer inputs, or set allow_noop=true."
             )
         return body
 
@@ -78,8 +82,11 @@ class Session:
     def _threads(self, n: int | None) -> None:
         import torch
 
-        if n is not None:
-            torch.set_num_threads(int(n))
+        if n is None:
+            return
+        if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+            raise ConfigError(f"threads={n} must be a whole number, 1 or more; null = as many as there are cores")
+        torch.set_num_threads(n)
 
     def _model(self, cfg: Config):
         from kvlab.models.load import ModelCache, ModelCfg
@@ -88,6 +95,12 @@ class Session:
             self.models = ModelCache()
         self.progress.say(f"loading {cfg['name']} ...")
         return self.models.get(ModelCfg(**cfg))
+
+    def _runtime_kinds(self, config: Config) -> None:
+        from kvlab.engine.config import EngineCfg
+        from kvlab.registry import check_types
+
+        check_types(EngineCfg, {k: v for k, v in config["runtime"].items() if v is not None}, "runtime.")
 
     def _runtime(self, config: Config, loaded, **least: int):
         """EngineCfg of a task: its own needs win over `runtime` where the config leaves room (max_len: null)."""
@@ -100,10 +113,13 @@ class Session:
         need = least.get("max_len", 2048)
         if need > loaded.max_length:
             raise ConfigError(
-                f"{loaded.id} takes {loaded.max_length} positions, the task needs {need}. Shorten task.lengths or task.context."
+                f"{loaded.id} takes {loaded.max_length} positions, the task needs {need}. "
+                "Shorten task.lengths or task.context."
             )
         if wanted is not None and wanted < need:
-            raise ConfigError(f"runtime.max_len={wanted} is below the {need} positions that the task needs; raise it or drop it")
+            raise ConfigError(
+                f"runtime.max_len={wanted} is below the {need} positions that the task needs; raise it or drop it"
+            )
         return EngineCfg(max_len=wanted or need, **values)
 
     def _fits(self, probe, loaded, config: Config) -> None:
@@ -134,6 +150,8 @@ class Session:
         torch.set_grad_enabled(False)
         outcome = task.run(bench, config["task"])
         compressor = registry.build(method)
+        if not self._plain(method):  # full in a dtype of its own is another row than the reference
+            self._fits(compressor, loaded, config)
         for row in outcome.rows + outcome.documents:
             row.update(method=compressor.label())
         outcome.label, outcome.family = compressor.label(), compressor.family
@@ -141,7 +159,9 @@ class Session:
 
     def _baseline(self, config: Config, loaded):
         """The full cache's outcome, measured once per (model, runtime, task, protocol, seed)."""
-        key = json.dumps({k: _plain(v) for k, v in config.items() if k not in ("method", "logger", "out")}, sort_keys=True)
+        key = json.dumps(
+            {k: _plain(v) for k, v in config.items() if k not in ("method", "logger", "out")}, sort_keys=True
+        )
         if key not in self.baselines:
             self.baselines[key] = self._measure(config, loaded, None)
         return self.baselines[key]
@@ -200,6 +220,7 @@ class Session:
         from kvlab.report import combine
         from kvlab.track import Run, keyed
 
+        self.progress.start("tables and plots", 1)
         folder.mkdir(parents=True, exist_ok=True)
         documents = list(itertools.chain(*(o.documents for o in outcomes.values())))
         (folder / "documents.jsonl").write_text("".join(json.dumps(d) + "\n" for d in documents), encoding="utf-8")
@@ -222,6 +243,47 @@ class Session:
                 tracker.artifact(path, "kvlab-result")
         finally:
             tracker.finish()
+
+
+def check_kinds(config: Config) -> None:
+    """ConfigError for the first value that is not of the kind its default has: number, list, text, true or false."""
+    from omegaconf import OmegaConf
+
+    folder = Path(__file__).parent / "configs"
+    base = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"), resolve=False)
+    plain = {k: v for k, v in base.items() if k not in ("defaults", "hydra", "method")}
+    plain["task"] = OmegaConf.to_container(OmegaConf.load(folder / "task" / f"{config['task']['name']}.yaml"))
+    for key, default in plain.items():
+        if key in config:
+            _kind(config[key], default, key)
+
+
+def _kind(value: Any, default: Any, key: str) -> None:
+    if default is None:
+        return
+    if isinstance(default, dict):
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{key}={value} must be a group of keys: {', '.join(default)}")
+        for name in default:
+            if name in value:
+                _kind(value[name], default[name], f"{key}.{name}")
+        return
+    is_list = isinstance(value, (list, tuple))
+    if isinstance(default, list):
+        if not is_list or not value:
+            raise ConfigError(
+                f"{key}={value} must be a list that is not empty, e.g. {key}={str(default).replace(' ', '')}"
+            )
+        for v in value:
+            _kind(v, default[0], key)
+        return
+    if is_list and key.endswith("depths"):  # how many, or which
+        return
+    for kind, word in ((bool, "true or false"), (int, "a whole number"), (str, "text")):
+        if isinstance(default, kind):
+            if not isinstance(value, kind) or isinstance(value, bool) != isinstance(default, bool):
+                raise ConfigError(f"{key}={value} must be {word}")
+            return
 
 
 _LEDGER = (
@@ -256,4 +318,3 @@ def _plain(node: Any) -> Any:
     if isinstance(node, Mapping):
         return {str(k): _plain(v) for k, v in node.items()}
     return [_plain(v) for v in node] if isinstance(node, (list, tuple)) else node
-

@@ -1,12 +1,13 @@
 """Compaction: survivors of an eviction move to the front of their table, blocks that become free are given back.
 
 A block that only this sequence holds is written in place; a shared or keyed one is never written, its survivors go to a
-fresh block and the original stays for the others. Rows are read into a buffer before they are written, layer by layer.
+fresh block and the original stays for the others. Rows are read into a buffer before they are written.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -45,7 +46,7 @@ def compact(t: ClassTables, rows: np.ndarray, keep: Tensor, n_keep: np.ndarray) 
 
 def _targets(t: ClassTables, pool: BlockPool, old: np.ndarray, n_keep: np.ndarray) -> np.ndarray:
     """New tables [Ne, groups, M]. Only block books are touched: what loses its owner is given back FIRST, so that a fresh
-    block may be one of those (`_move` reads before it writes) and a sequence never needs more than it held before."""
+    block may be one of those (`_move` reads before it writes) and sequences never need more than they held before."""
     count = -(-n_keep // t.block)
     new = np.where(np.arange(old.shape[2]) < count[..., None], old, 0)
     used = new[new > 0]
@@ -65,6 +66,22 @@ def _targets(t: ClassTables, pool: BlockPool, old: np.ndarray, n_keep: np.ndarra
 
 
 def _move(t: ClassTables, arrays: Arrays, old: Tensor, new: Tensor, keep: Tensor, n_keep: np.ndarray) -> None:
+    """Layer by layer, which needs the smallest buffer; all at once where a fresh block of one layer's table may be one
+    that another layer still has to read."""
+    rows = _rows(t, old, new, keep, n_keep)
+    if not t.uniform and bool((new > 0).logical_and(new != old).any()):
+        rows = [tuple(torch.cat(side) for side in zip(*rows))]
+    for src, dst in rows:
+        if not len(src):
+            continue
+        for data in arrays.token_rows.values():
+            data.index_copy_(0, dst, data.index_select(0, src))
+
+
+def _rows(
+    t: ClassTables, old: Tensor, new: Tensor, keep: Tensor, n_keep: np.ndarray
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """(token rows to read, token rows to write) of each layer, those that stay in place left out."""
     B, k = t.block, keep.shape[-1]
     old, new = old.to(keep.device), new.to(keep.device)
     at = torch.arange(k, device=keep.device)
@@ -80,9 +97,4 @@ def _move(t: ClassTables, arrays: Arrays, old: Tensor, new: Tensor, keep: Tensor
             row = (block * (t.layers_of_group * t.heads_of_group) + head) * B + slot % B
             flat.append(row[real])
         moved = flat[0] != flat[1]
-        src_rows, dst_rows = flat[0][moved], flat[1][moved]
-        if not len(src_rows):
-            continue
-        for name in arrays.token_rows:
-            data = arrays.token_rows[name]
-            data.index_copy_(0, dst_rows, data.index_select(0, src_rows))
+        yield flat[0][moved], flat[1][moved]

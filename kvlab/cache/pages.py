@@ -22,10 +22,21 @@ class Pages:
         self.t, self.step, self.growth, self.builder, self.scratch = tables, step, growth, builder, scratch
         self.block = tables.block
         self._write: Tensor | None = None
+        self._stored: Pages | None = None
         self._seal: tuple[Tensor, Tensor, Tensor | None] | None = None
 
     def arrays(self, source: Source) -> Arrays:
         return self.t.arrays if source == "body" else self.t.tail_arrays
+
+    def stored(self) -> Pages:
+        """These pages, this step's tokens read from where they were written: no tile of source "chunk"."""
+        b = self.builder
+        if not b.exact or self.t.tail is not None:
+            return self
+        if self._stored is None:
+            builder = TileBuilder(self.t, self.step, self.growth, b.width, False, b.G, b.dtype)
+            self._stored = Pages(self.t, self.step, self.growth, builder, self.scratch)
+        return self._stored
 
     # -- reading -------------------------------------------------------------------------------------------------
     def tiles(self, bucket: Bucket, layer: int) -> Iterator[Tile]:

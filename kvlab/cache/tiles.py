@@ -17,21 +17,25 @@ from kvlab.cache.step import Bucket, Step
 from kvlab.cache.tables import ClassTables, Growth
 
 Source = Literal["body", "tail", "chunk"]
+ROWS = 16  # a tile takes part of a bucket's rows in steps of this many: with 4 rows or more a row's bits do not depend on
+# how many others are computed with it, with fewer they do
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Columns [start, start + width) of a source for one bucket.
+    """Columns [start, start + width) of a source, and the query rows [first, last) of the bucket that see some of them.
 
     rows   int64 [Nb * Hk * width/B]        block rows of layer index 0; add `layer_step * layer` (uniform tables)
-    mask   float [Nb, 1|Hk, G*rows, width]  0 or -inf; None = every row sees every column
-    empty  bool  [Nb, 1|Hk, G*rows]         rows that see no column; None = there is none
+    mask   float [Nb, 1|Hk, G*(last-first), width]  0 or -inf; None = every row sees every column
+    empty  bool  [Nb, 1|Hk, G*(last-first)]         rows that see no column; None = there is none
     junk   int64 [j]                        rows of the flat [Nb * Hk * width] tile that hold no token
     """
 
     source: Source
     start: int
     width: int
+    first: int
+    last: int
     rows: Tensor | None
     layer_step: int
     mask: Tensor | None
@@ -92,18 +96,26 @@ class TileBuilder:
         if not some.any():
             return []
         first, last = int(lo[some].min()) // self.width, -(-int(hi[some].max()) // self.width)
-        return [self._tile(bucket, source, li, i * self.width, lo, hi) for i in range(first, last)]
+        tiles = [self._tile(bucket, source, li, i * self.width, lo, hi) for i in range(first, last)]
+        return [tile for tile in tiles if tile is not None]
 
-    def _tile(self, bucket: Bucket, source: Source, li: int, start: int, lo: np.ndarray, hi: np.ndarray) -> Tile:
-        width = self.width
+    def _tile(self, bucket: Bucket, source: Source, li: int, start: int, lo: np.ndarray, hi: np.ndarray) -> Tile | None:
+        width, first, last = self.width, 0, bucket.rows
         mask = empty = None
         if lo.max() > start or hi.min() < start + width:
+            if bucket.rows > ROWS:
+                hit = np.nonzero(((lo < start + width) & (hi > start) & (hi > lo)).any((0, 1)))[0]
+                if not len(hit):
+                    return None
+                first, last = int(hit[0]) // ROWS * ROWS, -(-int(hit[-1] + 1) // ROWS) * ROWS
+                lo, hi = lo[..., first:last], hi[..., first:last]
             col = start + np.arange(width)
             seen = (col >= lo[..., None]) & (col < hi[..., None])
             none = ~seen.any(-1)
             seen |= none[..., None]
-            mask = torch.zeros(seen.shape, dtype=self.dtype).masked_fill_(~torch.from_numpy(seen), -torch.inf)
-            mask = mask.to(self.step.device)[:, :, None].expand(-1, -1, self.G, -1, -1).flatten(2, 3)
+            if not seen.all():
+                mask = torch.zeros(seen.shape, dtype=self.dtype).masked_fill_(~torch.from_numpy(seen), -torch.inf)
+                mask = mask.to(self.step.device)[:, :, None].expand(-1, -1, self.G, -1, -1).flatten(2, 3)
             if none.any():
                 empty = self.step.tensor(np.repeat(none[:, :, None], self.G, 2).reshape(*none.shape[:2], -1))
         rows = junk = None
@@ -111,7 +123,7 @@ class TileBuilder:
             rows = self.step.tensor(self._rows(bucket, source, li, start))
             junk = self._junk(bucket, source, li, start)
         layer_step = self.t.heads_of_group if self.t.uniform else 0
-        return Tile(source, start, width, rows, layer_step, mask, empty, junk)
+        return Tile(source, start, width, first, last, rows, layer_step, mask, empty, junk)
 
     def _rows(self, bucket: Bucket, source: Source, li: int, start: int) -> np.ndarray:
         t, k = self.t, self.width // self.t.block

@@ -236,9 +236,13 @@ class Scoring:
         return self._kv
 
     def value(self, name: str) -> Tensor:
-        p = self.ev.p
-        parts = [p.gather(tile, self.layer, [name])[name].clone() for tile in p.tiles(self.ev.bucket, self.layer)]
-        return torch.cat(parts, 2)
+        p, out = self.ev.p, None
+        for tile in p.tiles(self.ev.bucket, self.layer):
+            part = p.gather(tile, self.layer, [name])[name]
+            if out is None:  # as wide as every layer's: one with fewer slots has fewer tiles
+                out = part.new_zeros(*part.shape[:2], self.slots, *part.shape[3:])
+            out[:, :, tile.start : tile.start + tile.width] = part
+        return out
 
     def votes(self) -> Tensor:
         comp, p, bucket = self.ev.comp, self.ev.p, self.ev.bucket

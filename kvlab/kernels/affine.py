@@ -42,7 +42,8 @@ def asymmetric_codes(x: Tensor, step: Tensor, zero: Tensor, bits: int) -> Tensor
 
 
 def asymmetric_values(codes: Tensor, step: Tensor, zero: Tensor) -> Tensor:
-    """-> float32. Two roundings (product, sum), never a fused one: `read` paths must match it bit for bit."""
+    """-> float32, product and sum rounded apart. (A code times a 16-bit step is exact in float32, so a fused
+    multiply-add gives the same bits; with float32 metadata it does not.)"""
     return codes.float().mul_(step.float()).add_(zero.float())
 
 

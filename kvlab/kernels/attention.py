@@ -49,11 +49,16 @@ def mass(q: Tensor, k: Tensor, scale: float, lse: Tensor, mask: Tensor | None, e
 
     q [N, Hk, G * rows, D], lse [N, Hk, G * rows] the JOINED one (pass two of two); rows with lse +inf give nothing.
     """
-    logits = torch.matmul(q.to(k.dtype), k.transpose(-1, -2)).float().mul_(scale).sub_(lse[..., None])
+    N, Hk, R, _ = q.shape
+    q, k = q.to(k.dtype).flatten(0, 1), k.flatten(0, 1).transpose(1, 2)
+    if k.dtype == torch.float32:
+        weights = torch.baddbmm(lse.flatten(0, 1).unsqueeze(-1), q, k, beta=-1, alpha=scale)
+    else:
+        weights = torch.bmm(q, k).float().mul_(scale).sub_(lse.flatten(0, 1).unsqueeze(-1))
+    weights = weights.view(N, Hk, R, -1)
     if mask is not None:
-        logits += mask
-    weights = logits.exp_()
+        weights += mask
+    weights.exp_()
     if empty is not None:
         weights.masked_fill_(empty[..., None], 0)
-    N, Hk, R, n = weights.shape
-    return weights.view(N, Hk, G, R // G, n).sum(-2)
+    return weights.view(N, Hk, G, R // G, -1).sum(-2)

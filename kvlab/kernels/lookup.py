@@ -54,16 +54,14 @@ def lookup(packed: Tensor, bits: int, tab: Tensor, out: Tensor, get: Get) -> Ten
     n, packed = out.shape[-1], packed.contiguous()
     if n % 8:
         return out.copy_(tab[unpack(packed, n, bits).int()])
-    w = planes(bits)[0]
+    w, *rest = planes(bits)
     if bits == 1:
-        index = _nibbles(packed, get)
-    elif bits == w:
-        index = packed
+        index = get("lookup.index", (packed.numel() * 2,), torch.int32).copy_(_nibbles(packed, get).view(-1))
+    elif not rest:
+        index = get("lookup.index", (packed.numel(),), torch.int32).copy_(packed.view(-1))
     else:
-        index = _with_rest(packed, n, bits, get)
-    i32 = get("lookup.index", (index.numel(),), torch.int32)
-    i32.copy_(index.view(-1))
-    torch.index_select(tab, 0, i32, out=out.view(tab.dtype).view(-1))
+        index = _with_rest(packed, n, w, rest, get)
+    torch.index_select(tab, 0, index, out=out.view(tab.dtype).view(-1))
     return out
 
 
@@ -88,30 +86,26 @@ def _nibbles(packed: Tensor, get: Get) -> Tensor:
     return wide.bitwise_or_(high).bitwise_and_(0x0F0F).view(torch.uint8)
 
 
-def _with_rest(packed: Tensor, n: int, bits: int, get: Get) -> Tensor:
-    """uint16 [..., nb]: the widest plane's byte, and above it the other planes' bits of the same codes.
+def _with_rest(packed: Tensor, n: int, w: int, rest: list[int], get: Get) -> Tensor:
+    """int32 [...]: bytes of the widest plane (w bits), and above each the other planes' bits of the same codes.
 
-    Code e = i*nb + j is slot i of byte j of the widest plane (width w). In a plane of width v with m = n*v/8 bytes it
-    is byte j mod m, bits from w*i + v*(j div m): so (plane >> v*r) & mask, r = j div m, lines up with byte j's slots.
+    Code e = i*nb + j is slot i of byte j of the widest plane. In a plane of width v with m = n*v/8 bytes it is byte
+    j mod m, bits from w*i + v*(j div m): so (plane >> v*r) & mask, r = j div m, lines up with byte j's slots.
     """
-    w, *rest = planes(bits)
-    nb = n * w // 8
-    low = get("lookup.wide", (*packed.shape[:-1], nb), torch.int16).copy_(packed[..., :nb])
-    upper = get("lookup.upper", (*packed.shape[:-1], nb), torch.uint8)
-    start, shift = nb, 8
+    lead, nb = tuple(packed.shape[:-1]), n * w // 8
+    index = get("lookup.index", (*lead, nb), torch.int32).copy_(packed[..., :nb])
+    upper = get("lookup.upper", (*lead, nb), torch.uint8)
+    start, unit = nb, 256
     for v in rest:
         m = n * v // 8
         odd = m | start | packed.shape[-1] | packed.storage_offset()
         size, word = next((s, t) for s, t in _WORDS if odd % s == 0)
         plane = packed[..., start : start + m].view(word)
-        runs = upper.view(word).unflatten(-1, (w // v, m // size))
-        for r in range(w // v):
-            if r:
-                torch.bitwise_right_shift(plane, v * r, out=runs[..., r, :])  # bits from a neighbour byte are masked
-            else:
-                runs[..., 0, :] = plane
+        runs = upper.view(word).view(*lead, w // v, m // size).unbind(-2)
+        runs[0].copy_(plane)
+        for r, run in enumerate(runs[1:], 1):
+            torch.bitwise_right_shift(plane, v * r, out=run)  # bits that come over from a neighbour byte are masked
         mask = sum((2**v - 1) << (w * i) for i in range(8 // w))
-        high = get("lookup.high", tuple(low.shape), torch.int16).copy_(upper.bitwise_and_(mask))
-        low.bitwise_or_(high.bitwise_left_shift_(shift))
-        start, shift = start + m, shift + v
-    return low.view(torch.uint16)
+        index.add_(upper.bitwise_and_(mask), alpha=unit)
+        start, unit = start + m, unit << v
+    return index.view(-1)

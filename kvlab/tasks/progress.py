@@ -31,6 +31,7 @@ class Progress:
                 rp.TimeElapsedColumn(),
                 console=self.console,
                 transient=True,
+                refresh_per_second=4,  # drawing takes time from what is measured
             )
             self._bar.start()
         return self

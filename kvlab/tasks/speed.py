@@ -5,8 +5,8 @@ ttft_ms         wall time from the first step to the first token of the last pro
 decode_tok_s    generated tokens / wall time of pure decode steps
 itl_*_ms        time between tokens: p50, p95, max (the max shows compression bursts)
 
-One short warm-up, then `repeats` runs: medians. Nothing else is measured in the same run. On a CPU a compressed cache may
-be slower than the full one; the table shows the number regardless.
+One short warm-up, then `repeats` runs: medians. Nothing else is measured in the same run. On a CPU a compressed cache
+may be slower than the full one; the table shows the number regardless.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvlab.engine.config import Stats
 from kvlab.engine.sequence import Sampling
 from kvlab.lab import sum_ledgers
 from kvlab.tasks import corpus
-from kvlab.tasks.base import Bench, Outcome, ledger_columns
+from kvlab.tasks.base import Bench, Outcome, ledger_columns, whole, wholes
 from kvlab.tasks.progress import drive
 
 
@@ -28,23 +28,24 @@ def run(bench: Bench, task: Mapping[str, Any]) -> Outcome:
     texts = corpus.load(task.get("data"))
     outcome = Outcome()
     outcome.data = [{"task": "speed", "version": texts.source, "sha256": texts.sha256}]
-    for batch in task["batches"]:
-        for length in task["lengths"]:
-            _one(bench, task, int(batch), int(length), texts, outcome)
+    for batch in wholes(task, "batches"):
+        for length in wholes(task, "lengths"):
+            _one(bench, task, batch, length, texts, outcome)
     return outcome
 
 
 def _one(bench: Bench, task: Mapping[str, Any], batch: int, length: int, texts, outcome: Outcome) -> None:
-    new = int(task["new_tokens"])
+    new = whole(task, "new_tokens")
     lab = bench.lab(max_seqs=batch, max_len=length + new)
     docs = corpus.documents(texts, lab.tokenizer, batch, length)
     title = f"{lab.compressor.label()}: speed, batch {batch} x {length}"
-    lab.engine.add(docs[0][: min(64, length)], Sampling(max_tokens=2))
+    lab.engine.add(docs[0][: min(64, length)], Sampling(max_tokens=min(2, new)))
     drive(lab, bench.progress, f"{title}, warm-up", 66)
     runs: list[dict[str, float]] = []
     ledgers: list = []
-    for _ in range(int(task["repeats"])):
-        lab.engine.stats, ledgers = Stats(), []
+    for _ in range(whole(task, "repeats")):
+        lab.engine.stats = Stats()
+        ledgers.clear()
         for tokens in docs:
             lab.engine.add(tokens, Sampling(max_tokens=new), on_finish=lambda s: ledgers.append(lab._measure([s])))
         drive(lab, bench.progress, title, batch * (length + new))
