@@ -39,6 +39,7 @@ soak: venv  ## the long random walks and sweeps that CI leaves out
 bench: venv  ## speed against transformers; writes benchmarks/results/*.jsonl
 	$(PY) benchmarks/decode.py
 	$(PY) benchmarks/prefill.py
+	$(PY) benchmarks/continuous.py
 
 tables: venv  ## README tables and plots, from the rows in the repo
 	$(PY) experiments/readme.py

@@ -133,7 +133,7 @@ class Jobs:
     def all(self, args: list[str]) -> None:
         import hydra
 
-        app = hydra.main(version_base="1.3", config_path="pkg://kvlab.configs", config_name="config")(self._job())
+        app = hydra.main(version_base="1.3", config_path="pkg://kvlab.configs", config_name="config")(self._job(args))
         argv, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
         sys.argv = ["kvlab", *args]
         os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come as exceptions: we say what is wrong, in our words
@@ -154,7 +154,7 @@ class Jobs:
             else:
                 os.environ["HYDRA_FULL_ERROR"] = full_error
 
-    def _job(self) -> Callable[[DictConfig], None]:
+    def _job(self, args: list[str]) -> Callable[[DictConfig], None]:
         def job(cfg: DictConfig) -> None:  # hydra.main reads the annotations of a plain function
             from hydra.core.hydra_config import HydraConfig
 
@@ -163,9 +163,11 @@ class Jobs:
             folder = Path(info.runtime.output_dir)
             if info.mode.name == "MULTIRUN":
                 self.sweep = folder.parent
-            name = " ".join(info.overrides.task) if self.sweep else ""
+            overrides = list(info.overrides.task)
+            swept = [o for o in overrides if o not in args] or overrides  # what is not the same in every job
+            name = " ".join(swept) if self.sweep else ""
             try:
-                self.done = self.session.run(_plain(cfg), folder, list(info.overrides.task)), folder
+                self.done = self.session.run(_plain(cfg), folder, overrides), folder
             except KvlabError as err:
                 self._failed(name, str(err), err.exit_code)
             except Exception as err:  # ours, or that of a method under construction
@@ -220,7 +222,12 @@ def explain(err: Exception, args: list[str]) -> str:
 def _show(body: dict, folder: Path) -> None:
     from kvlab.report import table
 
-    table.show(body, folder / "result.json")
+    table.show(body, _near(folder / "result.json"))
+
+
+def _near(path: Path) -> Path:
+    """Relative, where it lies below the current folder."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _combine(folders: list[Path], into: Path) -> None:
@@ -239,4 +246,4 @@ def _combine(folders: list[Path], into: Path) -> None:
     for note in [*notes, *combined.warnings]:
         console.print(f"note: {note}", markup=False, highlight=False)
     names = sorted(p.name for p in files.values() if p.suffix in (".md", ".csv", ".png"))
-    console.print(f"wrote {into}: {', '.join(names)}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"wrote {_near(into)}: {', '.join(names)}", markup=False, highlight=False, soft_wrap=True)

@@ -22,7 +22,7 @@ def methods() -> None:
     from kvlab import names
 
     _list(names.FOLDER)
-    typer.echo("Pipelines: a pruner + a quantizer, e.g. python -m kvlab +method=snapkv+turboquant")
+    typer.echo("Pipelines: a pruner + a quantizer, python -m kvlab +method=snapkv+turboquant")
 
 
 @app.command()

@@ -146,7 +146,7 @@ class Compressor:
         else:
             p.scatter(layer, {"k": k, "v": v})
         if self.pruner is not None and p.t.window is None:
-            self.pruner.wrote(layer, p)  # before sealing: what a slot carries is sealed with it
+            self.pruner.wrote(layer, p, k, v, pages)  # before sealing: what a slot carries is sealed with it
         if p.t.tail is not None:
             self._seal(layer, p)
 
@@ -276,6 +276,7 @@ class Compressor:
             keep, n_keep = self.pruner.select(Evictable(self, p, who, pages))
             before = p.t.n_slots[pages.step.cache_rows[who]]
             compact(p.t, pages.step.cache_rows[who], keep, n_keep)
+            self.pruner.cut(self, p, pages.step.cache_rows[who], pages)
             pairs = p.t.layers_of_group * p.t.heads_of_group
             self.counters.evicted_slots += int((before - n_keep).sum()) * pairs
         if self.pruner.trigger == "prefill_end":

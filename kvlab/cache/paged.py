@@ -94,8 +94,8 @@ class PagedCache:
             return want
         floor = [[min(w, 2 * len(t.groups)) for w in ws] for t, ws in zip(self.classes, want)]
         fixed = sum(f * b for fs, bs in zip(floor, bytes_) for f, b in zip(fs, bs))
-        share = (budget - fixed) / (full - fixed)
-        return [[f + int((w - f) * share) for f, w in zip(fs, ws)] for fs, ws in zip(floor, want)]
+        left, more = budget - fixed, full - fixed
+        return [[f + (w - f) * left // more for f, w in zip(fs, ws)] for fs, ws in zip(floor, want)]
 
     # -- sequences -----------------------------------------------------------------------------------------------
     def add_row(self) -> int:

@@ -82,6 +82,18 @@ class Pages:
         row = (block.astype(np.int64) * t.layers_of_group + t.layer_in[..., None]) * t.heads_of_group
         return (row + t.head_in[..., None]) * self.block + offset
 
+    def write_at(self, layer: int, rows: np.ndarray, slots: np.ndarray, values: dict[str, Tensor]) -> None:
+        """Overwrite encoded slots that only these sequences hold: rows [N] cache rows, slots [N, k], values {region:
+        [N, Hk, k, *shape]}."""
+        t, li = self.t, self.t.layer_index[layer]
+        block = t.body[rows[:, None, None], np.arange(len(t.groups))[None, :, None], slots[:, None] // self.block]
+        block = block[:, t.group_of[li]].astype(np.int64)  # [N, Hk, k]
+        row = (block * t.layers_of_group + t.layer_in[li][:, None]) * t.heads_of_group + t.head_in[li][:, None]
+        at = self.step.tensor((row * self.block + (slots % self.block)[:, None]).ravel())
+        for name, value in values.items():
+            flat = t.arrays.token_rows[name]
+            flat.index_copy_(0, at, value.reshape(len(at), flat.shape[1]).to(flat.dtype))
+
     def scatter(self, layer: int, values: dict[str, Tensor]) -> None:
         """Write this step's T tokens: {region: [1, Hk, T, *shape]}."""
         arrays = self.arrays("body" if self.t.tail is None else "tail")

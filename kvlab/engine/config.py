@@ -20,12 +20,13 @@ class EngineCfg:
     pool_bytes: int | None = None
     tile: int = 256
     prefill_reads: str = "encoded"
+    min_rows: int = 4  # pad a step to this many rows: with 4, a sequence's bits do not depend on who shares its batch
     check: bool = False  # check the cache's invariants after every step
 
     def __post_init__(self) -> None:
         if self.prefill_reads not in ("encoded", "exact"):
             raise ConfigError(f"runtime.prefill_reads={self.prefill_reads!r} is not one of encoded, exact")
-        for name in ("block", "max_seqs", "max_len", "max_batch_tokens", "chunk", "tile"):
+        for name in ("block", "max_seqs", "max_len", "max_batch_tokens", "chunk", "tile", "min_rows"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"runtime.{name}={getattr(self, name)} must be at least 1")
         if self.tile % self.block:

@@ -85,23 +85,24 @@ class Engine:
             return []
         started = time.perf_counter()
         seqs = [s for s, _ in work]
+        others = {s.id for s in self.scheduler.running} - {s.id for s in seqs}
         try:
             step, pages, wanted = self._begin(work)
             logits = self._run(step, pages, seqs, wanted)
             pages.finish()
             self.compressor.evict(pages)
-        except BaseException:
+            self._count(step, time.perf_counter() - started)
+            for seq, n in work:
+                seq.computed += n
+            self._give_logits(work, logits, wanted, step)
+            new = self._sample(work, logits, wanted)
             for seq in seqs:
-                self.abort(seq, "error")
+                if seq.status is Status.RUNNING and not seq.missing:  # only the prompt was asked for
+                    self._finish(seq, "length")
+        except BaseException:
+            for seq in [s for s in self.scheduler.running if s.id not in others]:  # forks of this step too
+                self._finish(seq, "error")
             raise
-        self._count(step, time.perf_counter() - started)
-        for seq, n in work:
-            seq.computed += n
-        self._give_logits(work, logits, wanted, step)
-        new = self._sample(work, logits, wanted)
-        for seq in seqs:
-            if seq.status is Status.RUNNING and not seq.missing:  # nothing to sample: only the prompt was asked for
-                self._finish(seq, "length")
         if self.cfg.check:
             self.cache.check({s.row: s.computed for s in self.scheduler.running})
         return new
@@ -197,6 +198,8 @@ class Engine:
 
     def _finish(self, seq: Sequence, reason: str) -> None:
         seq.finish_reason = reason
-        if seq.on_finish is not None and seq.status is Status.RUNNING:
-            seq.on_finish(seq)
-        self.scheduler.remove(seq)
+        try:
+            if seq.on_finish is not None and seq.status is Status.RUNNING and reason != "error":
+                seq.on_finish(seq)
+        finally:
+            self.scheduler.remove(seq)

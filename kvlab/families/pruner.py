@@ -53,15 +53,19 @@ class Pruner:
         raise NotImplementedError(f"{type(self).__name__} must define score")
 
     def budgets(self, context: np.ndarray, n: np.ndarray, scores: Tensor) -> np.ndarray:
-        """int64 [N, groups] slots to keep; context [N] tokens, n [N, groups] slots held, scores [Lc, N, Hk, slots]."""
+        """int64 [N, groups] slots to keep; context [N] tokens, n [N, groups] slots held, scores [Lc, N, Hk, slots].
+        Their mean over groups may not exceed `budget`: that is what admission reserves."""
         return np.broadcast_to(self.budget(context)[:, None], n.shape)
 
     def regions(self, geom: Geom) -> tuple[Region, ...]:
         """What each slot carries beside its key and value."""
         return ()
 
-    def wrote(self, layer: int, p: Pages) -> None:
-        """New tokens were written: initialise what `regions` declared."""
+    def wrote(self, layer: int, p: Pages, k: Tensor, v: Tensor, pages: StepPages) -> None:
+        """New tokens k, v [1, Hk, T, D] were written: initialise what `regions` and `state` declared."""
+
+    def cut(self, comp: Compressor, p: Pages, rows: np.ndarray, pages: StepPages) -> None:
+        """These cache rows were just compacted: fix what depends on how many tokens are gone."""
 
     def label(self) -> str:
         size = self.tokens if self.tokens is not None else f"{self.fraction:g}"

@@ -83,7 +83,7 @@ def _cells(d: int, c: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, n
 
 
 def _newton(c: np.ndarray, edges: np.ndarray, mass: np.ndarray, pdf: np.ndarray, rhs: np.ndarray) -> np.ndarray:
-    """Solve J step = rhs, J = d(c mass - mean)/dc. Edge i+1 = (c_i + c_(i+1)) / 2 moves (c - edge) pdf; edge 0 is fixed.
+    """Solve J step = rhs, J = d(c mass - mean)/dc. Edge i+1 is (c_i + c_(i+1)) / 2 and moves (c - edge) pdf.
 
     J is tridiagonal; eliminated in place (no pivots needed: it is the Hessian of a convex problem near its minimum).
     """

@@ -54,7 +54,7 @@ class H2O(Pruner):
     def regions(self, geom: Geom) -> tuple[Region, ...]:
         return (Region("score", torch.float32, (), role="metadata"),)
 
-    def wrote(self, layer: int, p: Pages) -> None:
+    def wrote(self, layer: int, p: Pages, k: Tensor, v: Tensor, pages: StepPages) -> None:
         flat = p.t.arrays.token_rows["score"]
         flat.index_fill_(0, p.write_rows(layer), 0.0)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
 from kvlab.cache.layout import Geom
@@ -38,6 +40,7 @@ def geometry(model: torch.nn.Module, name: str) -> Geom:
         dtype=next(model.parameters()).dtype,
         scale=scales.pop(),
         windows=windows(config, L),
+        inv_freq=rope(model, modules, L),
         model=name,
     )
 
@@ -51,3 +54,23 @@ def windows(config, L: int) -> tuple[int | None, ...]:
     if kinds is None:
         return (size,) * L
     return tuple(size if kind == "sliding_attention" else None for kind in kinds)
+
+
+def rope(model: torch.nn.Module, attention: list[torch.nn.Module], L: int) -> tuple[tuple[float, ...], ...]:
+    """RoPE frequencies of each layer, or () when keys cannot be turned: no RoPE, another pairing of channels than
+    (j, j + r/2), or frequencies that change with the length (dynamic NTK)."""
+    rotate_half = getattr(sys.modules[type(attention[0]).__module__], "rotate_half", None)
+    if rotate_half is None or rotate_half(torch.arange(4.0)).tolist() != [-2.0, -3.0, 0.0, 1.0]:
+        return ()
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"] * L
+    for module in model.modules():
+        names = [name for name, _ in module.named_buffers(recurse=False) if name.endswith("inv_freq")]
+        if not names:
+            continue
+        types = getattr(module, "rope_type", "default")
+        used = set(types.values()) if isinstance(types, dict) else {types}
+        if used & {"dynamic", "longrope"}:
+            return ()
+        of = [f"{kind}_inv_freq" if f"{kind}_inv_freq" in names else "inv_freq" for kind in kinds]
+        return tuple(tuple(getattr(module, name).float().tolist()) for name in of)
+    return ()

@@ -76,11 +76,14 @@ def paged_attention(
 
 
 class Runner:
-    """A transformers causal LM that reads and writes kvlab's pages. Sets the model's attention implementation."""
+    """A transformers causal LM that reads and writes kvlab's pages. Sets the model's attention implementation.
 
-    MIN_ROWS = 4  # below 4 rows torch's linear takes another path and differs in the last bit
+    min_rows: a step is padded to this many rows. Below 4 rows torch's linear takes other code and differs in the last bit,
+    so a sequence alone would not equal itself in a batch; 1 is faster for a single sequence.
+    """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, min_rows: int = 4) -> None:
+        self.min_rows = min_rows
         ALL_ATTENTION_FUNCTIONS.register(NAME, paged_attention)
         model.set_attn_implementation(NAME)
         self.model = model
@@ -93,12 +96,12 @@ class Runner:
     ) -> Tensor:
         """tokens, positions int64 [T]; rows int64 [k]: packed rows whose logits are wanted. Returns float [k, vocab]."""
         T, k = len(tokens), len(rows)
-        pad = max(self.MIN_ROWS - T, 0)
+        pad = max(self.min_rows - T, 0)
         if pad:
             tokens = torch.cat([tokens, tokens.new_zeros(pad)])
             positions = torch.cat([positions, positions.new_zeros(pad)])
-        if k < self.MIN_ROWS:
-            rows = torch.cat([rows, rows.new_zeros(self.MIN_ROWS - k)])
+        if k < self.min_rows:
+            rows = torch.cat([rows, rows.new_zeros(self.min_rows - k)])
         cache = StepCache(compressor, pages)
         out = self.model(
             input_ids=tokens[None],

@@ -1,7 +1,8 @@
-"""One progress bar with live tok/s and ratio; plain lines every 10 s when nobody watches a terminal."""
+"""One progress bar with live tok/s and ratio; plain lines every 10 s without a terminal, or if KVLAB_PROGRESS=plain."""
 
 from __future__ import annotations
 
+import os
 import time
 from types import TracebackType
 
@@ -20,7 +21,7 @@ class Progress:
         self._ratio: float | None = None
 
     def __enter__(self) -> Progress:
-        if not self.quiet and self.console.is_terminal:
+        if not self.quiet and self.console.is_terminal and os.environ.get("KVLAB_PROGRESS") != "plain":
             from rich import progress as rp
 
             self._bar = rp.Progress(

@@ -1,0 +1,82 @@
+"""Decode steps against transformers' continuous batching (`generate_batch`), SmolLM2 fp32, greedy, 8 prompts.
+
+A step of the peer is the time between two token timestamps of its requests, after the last request's first token (so that
+no prompt is still being prefilled); ours is the wall time of Engine.step over the same range. Wall time on one thread,
+since the peer stamps wall time from a thread of its own: run it on a quiet machine.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from statistics import median
+
+import common
+
+
+def main() -> None:
+    args = common.arguments(__doc__.splitlines()[0], new=64)
+    common.setup()
+    import torch
+    from transformers import GenerationConfig
+
+    from kvlab.models.load import ModelCfg, load
+
+    loaded = load(ModelCfg())
+    peer = copy.deepcopy(loaded.model)
+    batch, length, new = (2, 100, 8) if args.quick else (8, 1000, args.new)
+    ids = torch.randint(10, 49_000, (batch, length), generator=torch.Generator().manual_seed(0)).tolist()
+    config = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    figures: dict[str, list[float]] = {"transformers generate_batch": [], "kvlab full block 16": [], "kvlab full block 64": []}
+    equal = None
+    for i in range((1 if args.quick else args.rounds) + 1):
+        step, outputs = _peer(peer, ids, config)
+        sides = {"transformers generate_batch": step}
+        for block in (16, 64):
+            sides[f"kvlab full block {block}"], ours = _ours(loaded, block, ids, new)
+            equal = sum(a == b for a, b in zip(outputs, ours))
+        for name, value in sides.items():
+            if i:
+                figures[name].append(value)
+    facts = {"batch": batch, "context": length, "model": loaded.id, "dtype": "float32", "equal_outputs": equal}
+    rows = common.report("continuous", figures, "transformers generate_batch", True, **facts)
+    for row in rows:
+        row["clock"] = "wall, 1 thread"
+    if not args.quick:
+        common.write("continuous", rows)
+
+
+def _peer(model, ids: list[list[int]], config) -> tuple[float, list[list[int]]]:
+    model.set_attn_implementation("sdpa")
+    out = model.generate_batch(ids, generation_config=config, record_timestamps=True, warmup=False)
+    stamps = [r.timestamps for r in out.values()]
+    begin = max(s[0] for s in stamps)
+    gaps = []
+    for s in stamps:
+        later = [t for t in s if t >= begin]
+        gaps += [b - a for a, b in zip(later, later[1:])]
+    order = sorted(out, key=lambda k: ids.index(list(out[k].prompt_ids)))
+    return median(gaps), [list(out[k].generated_tokens) for k in order]
+
+
+def _ours(loaded, block: int, ids: list[list[int]], new: int) -> tuple[float, list[list[int]]]:
+    from kvlab import registry
+    from kvlab.engine.config import EngineCfg
+    from kvlab.engine.sequence import Sampling
+    from kvlab.lab import Lab
+
+    lab = Lab(loaded, registry.build("full"), EngineCfg(block=block, max_seqs=len(ids), max_len=len(ids[0]) + new))
+    seqs = [lab.engine.add(row, Sampling(max_tokens=new)) for row in ids]
+    while not all(s.output for s in seqs):
+        lab.engine.step()
+    times = []
+    while all(s.finish_reason is None for s in seqs):
+        start = time.perf_counter()
+        lab.engine.step()
+        times.append(time.perf_counter() - start)
+    lab.engine.run()
+    return median(times), [s.output for s in seqs]
+
+
+if __name__ == "__main__":
+    main()
