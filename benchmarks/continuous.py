@@ -1,14 +1,15 @@
 """Decode steps against transformers' continuous batching (`generate_batch`), SmolLM2 fp32, greedy, 8 prompts.
 
-A step of the peer is the time between two token timestamps of its requests, after the last request's first token (so that
-no prompt is still being prefilled); ours is the wall time of Engine.step over the same range. Wall time on one thread,
-since the peer stamps wall time from a thread of its own: run it on a quiet machine.
+A step of the peer is the time between two token timestamps of its requests, after the last request's first token (so
+that no prompt is still being prefilled); ours is the wall time of Engine.step over the same range. Wall time on one
+thread, since the peer stamps wall time from a thread of its own: run it on a quiet machine.
 """
 
 from __future__ import annotations
 
 import copy
 import time
+from itertools import pairwise
 from statistics import median
 
 import common
@@ -27,7 +28,11 @@ def main() -> None:
     batch, length, new = (2, 100, 8) if args.quick else (8, 1000, args.new)
     ids = torch.randint(10, 49_000, (batch, length), generator=torch.Generator().manual_seed(0)).tolist()
     config = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    figures: dict[str, list[float]] = {"transformers generate_batch": [], "kvlab full block 16": [], "kvlab full block 64": []}
+    figures: dict[str, list[float]] = {
+        "transformers generate_batch": [],
+        "kvlab full block 16": [],
+        "kvlab full block 64": [],
+    }
     equal = None
     for i in range((1 if args.quick else args.rounds) + 1):
         step, outputs = _peer(peer, ids, config)
@@ -54,7 +59,7 @@ def _peer(model, ids: list[list[int]], config) -> tuple[float, list[list[int]]]:
     gaps = []
     for s in stamps:
         later = [t for t in s if t >= begin]
-        gaps += [b - a for a, b in zip(later, later[1:])]
+        gaps += [b - a for a, b in pairwise(later)]
     order = sorted(out, key=lambda k: ids.index(list(out[k].prompt_ids)))
     return median(gaps), [list(out[k].generated_tokens) for k in order]
 

@@ -9,6 +9,7 @@ Both start from the same prefilled context; steps are interleaved, so that a dri
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import common
 
@@ -23,7 +24,10 @@ def main() -> None:
 
     loaded = load(ModelCfg())
     peer = copy.deepcopy(loaded.model)
-    cases = [(8, 1000, ("full/16", "full/64", "int4/16", "int4/64", "turboquant/64")), (1, 2000, ("full/16", "full/64"))]
+    cases = [
+        (8, 1000, ("full/16", "full/64", "int4/16", "int4/64", "turboquant/64")),
+        (1, 2000, ("full/16", "full/64")),
+    ]
     if args.quick:
         cases = [(2, 100, ("full/16", "int4/16"))]
     for batch, length, sides in cases:
@@ -34,7 +38,7 @@ def main() -> None:
             method, block = side.split("/")
             runs[f"kvlab {method} block {block}"] = _ours(loaded, method, int(block), ids)
         steps = 2 if args.quick else 12
-        figures = common.rounds({k: (lambda r=r: _steps(r, steps)) for k, r in runs.items()}, args.rounds)
+        figures = common.rounds({k: partial(_steps, r, steps) for k, r in runs.items()}, args.rounds)
         facts = {"batch": batch, "context": length, "model": loaded.id, "dtype": "float32"}
         common.report("decode", figures, "transformers DynamicCache", args.quick, **facts)
 

@@ -1,12 +1,14 @@
 """Codec: how K and V become stored bytes and come back. Pure functions on tensors, no runtime, no model.
 
-Write `regions`, `encode` and `decode`; the runtime then gives paging, batching, chunked prefill, fork, an exact tail and
-composition with any pruner. `decode` DEFINES the meaning of the stored bytes; every faster path is tested against it.
+Write `regions`, `encode` and `decode`; the runtime then gives paging, batching, chunked prefill, fork, an exact tail
+and composition with any pruner. `decode` DEFINES the meaning of the stored bytes; every faster path is
+tested against it.
 
     regions(geom, B)       what one block holds (cache/layout.py)
     encode(layer, k, v)    k, v [M, Hk, t, D] -> {region: tensor [M, Hk, t, *shape]}     scope "token": any t
                                                   or [M, Hk, *shape] for block regions    scope "block": t == B
-    decode(layer, page)    {region: [M, Hk, n, *shape]; block regions [M, Hk, n/B, *shape]} -> k, v float32 [M, Hk, n, D]
+    decode(layer, page)    {region: [M, Hk, n, *shape]; block regions [M, Hk, n/B, *shape]} ->
+                           k, v float32 [M, Hk, n, D]
 
 Optional, for speed: attention may run in a basis of the codec's own (a rotated one, say). Then
     query(layer, q)        q [N, Hk, R, D] -> q in that basis

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from kvlab.cache.compact import compact
 from kvlab.cache.layout import CachePlan, Geom, Group, kv_regions, window_groups
-from kvlab.cache.pages import Pages
 from kvlab.cache.paged import StepPages
+from kvlab.cache.pages import Pages
 from kvlab.cache.step import PREFILL_LAST, Bucket
 from kvlab.cache.tiles import Tile
 from kvlab.codec import Codec
@@ -90,14 +90,14 @@ class Compressor:
             self.pruner.setup(geom, block)
             if has_tail and self.pruner.trigger == "step":
                 raise ConfigError(
-                    f"{self.pruner.label()} evicts while decoding, but {self.codec.label()} seals blocks of {block} tokens "
-                    "that share scales or keeps an exact window: survivors cannot move between them. Use a codec that "
-                    "stores each token alone (int8, int4, fp8, turboquant), or a pruner that acts once (snapkv)."
+                    f"{self.pruner.label()} evicts while decoding, but {self.codec.label()} seals blocks of {block} "
+                    "tokens that share scales or keeps an exact window: survivors cannot move between them. Use a "
+                    "codec that stores each token alone (int8, int4, fp8, turboquant), or a pruner that acts once (snapkv)."
                 )
             if has_tail and any(w is not None for w in geom.windows):
                 raise ConfigError(
-                    f"{self.pruner.label()} + {self.codec.label()}: {geom.model} has sliding-window layers, and a staged "
-                    "prompt cannot drop blocks that left the window. Use a codec that stores each token alone."
+                    f"{self.pruner.label()} + {self.codec.label()}: {geom.model} has sliding-window layers, and a "
+                    "staged prompt cannot drop blocks that left the window. Use a codec that stores each token alone."
                 )
             extra = self.pruner.regions(geom)
             state, stage = self.pruner.state(geom), "prompt" if has_tail else "none"
@@ -107,7 +107,7 @@ class Compressor:
         return CachePlan(geom, block, groups, tail, self.codec.residual, stage, state, print_)
 
     def _pruned_groups(self, geom: Geom, regions: tuple, extra: tuple) -> tuple[Group, ...]:
-        """Full-attention layers get the pruner's groups and regions; sliding layers already drop what they can't see."""
+        """Full-attention layers get the pruner's groups and regions; sliding layers drop what they can't see."""
         full = [layer for layer, w in enumerate(geom.windows) if w is None]
         if not full:
             raise ConfigError(
@@ -124,21 +124,21 @@ class Compressor:
         return (*groups, *(g for g in window_groups(geom, regions) if g.window is not None))
 
     def peak_slots(self, prompt: int, context: int, max_new: int, chunk: int) -> tuple[int, int]:
-        """(body, tail) slots that one sequence may hold at once: what admission reserves. `context` tokens of the prompt
-        are seen before a "prefill_end" pruner acts."""
+        """(body, tail) slots that one sequence may hold at once: what admission reserves. `context` tokens of the
+        prompt are seen before a "prefill_end" pruner acts."""
         total = prompt + max_new
         has_tail = self.codec.scope == "block" or self.codec.residual > 0
         body = total if self.pruner is None else min(total, self.pruner.peak_slots(prompt, context, max_new, chunk))
         if not has_tail:
             return body, 0
-        if self.pruner is not None:  # staged: the context is exact until it is cut, then what is kept until it is sealed
+        if self.pruner is not None:  # staged: the context is exact until cut, then what is kept until it is sealed
             waits = max(self.pruner.kept_slots(context), self.codec.residual + self.block - 1)
             return body, max(context, min(body, waits + max(1, min(chunk, prompt - context))))
         return total, min(total, self.codec.residual + self.block + chunk)
 
     # -- inside a layer ------------------------------------------------------------------------------------------
     def write(self, layer: int, k: Tensor, v: Tensor, pages: StepPages) -> None:
-        """k, v [1, Hk, T, D] exact, post-RoPE. Encodes them in place, or puts them in the tail and seals full blocks."""
+        """k, v [1, Hk, T, D] exact, post-RoPE. Encodes them in place, or into the tail, and seals full blocks."""
         p = pages.layer(layer)
         if p.t.tail is None:
             p.scatter(layer, self.codec.encode(layer, k, v))
@@ -249,7 +249,8 @@ class Compressor:
         return out
 
     def received(self, layer: int, q: Tensor, lse: Tensor, p: Pages, bucket: Bucket) -> list[tuple[Tile, Tensor]]:
-        """Attention weight that each slot got from these rows: [(tile, float32 [Nb, Hk, G, width])]. lse +inf = no vote.
+        """Attention weight that each slot got from these rows: [(tile, float32 [Nb, Hk, G, width])]. lse +inf =
+        no vote.
 
         Slots are read as they are stored, those of this step too (also when the rows attended to them as they came)."""
         inner, p = self.codec.query(layer, q), p.stored()

@@ -1,4 +1,4 @@
-"""The bytes of one size class: a typed array per region, `[n_blocks, layers, heads, (B,) *shape]`, sharing block ids."""
+"""The bytes of one size class: an array per region, `[n_blocks, layers, heads, (B,) *shape]`, sharing block ids."""
 
 from __future__ import annotations
 

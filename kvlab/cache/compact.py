@@ -45,8 +45,9 @@ def compact(t: ClassTables, rows: np.ndarray, keep: Tensor, n_keep: np.ndarray) 
 
 
 def _targets(t: ClassTables, pool: BlockPool, old: np.ndarray, n_keep: np.ndarray) -> np.ndarray:
-    """New tables [Ne, groups, M]. Only block books are touched: what loses its owner is given back FIRST, so that a fresh
-    block may be one of those (`_move` reads before it writes) and sequences never need more than they held before."""
+    """New tables [Ne, groups, M]. Only block books are touched: what loses its owner is given back FIRST, so that a
+    fresh block may be one of those (`_move` reads before it writes) and sequences
+    never need more than they held before."""
     count = -(-n_keep // t.block)
     new = np.where(np.arange(old.shape[2]) < count[..., None], old, 0)
     used = new[new > 0]

@@ -68,8 +68,8 @@ class Ledger:
 
 
 def measure(cache: PagedCache, rows: list[int] | None = None, tokens: dict[int, int] | None = None, static: int = 0):
-    """Ledger of the given rows (all live ones by default). A block that k sequences hold counts 1/k for each of them, so
-    that per-sequence ledgers add up to the pool. tokens: {row: tokens seen}."""
+    """Ledger of the given rows (all live ones by default). A block that k sequences hold counts 1/k for each of
+    them, so that per-sequence ledgers add up to the pool. tokens: {row: tokens seen}."""
     live = sorted(set(range(cache.size.max_seqs)) - set(cache.free_rows)) if rows is None else rows
     total = dict.fromkeys(("payload", "metadata", "residual", "fragmentation", "shared", "kept", "el", "cb", "ce"), 0.0)
     tables = 0

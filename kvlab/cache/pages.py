@@ -1,4 +1,4 @@
-"""The only access to pages inside a step: gather tiles, scatter new tokens, pair exact blocks with their sealed form."""
+"""The only access to pages inside a step: gather tiles, scatter tokens, pair exact blocks with their sealed form."""
 
 from __future__ import annotations
 
@@ -104,7 +104,8 @@ class Pages:
 
     # -- sealing -------------------------------------------------------------------------------------------------
     def seal_rows(self, layer: int) -> tuple[Tensor, Tensor, Tensor | None] | None:
-        """(tail block rows [M*Hk], body block rows [M*Hk], which of them are real) for what this step seals; None = nothing.
+        """(tail block rows [M*Hk], body block rows [M*Hk], which of them are real) for what this step seals;
+        None = nothing.
 
         M counts (sequence, logical block); where heads seal different blocks (ragged tables) some entries are not real.
         """

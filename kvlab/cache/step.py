@@ -2,7 +2,8 @@
 
 Built once a step by the engine from plain arrays; methods and kernels only read it.
 Rows are grouped into **buckets** of equal padded length (1, then powers of two from 16 up), so that attention runs on
-rectangles whose shapes depend on a sequence alone, never on who shares the batch, and so that no loop runs over sequences.
+rectangles whose shapes depend on a sequence alone, never on who shares the batch, and so that no loop runs over
+sequences.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Block tables of one size class: which block holds which slots of which sequence and group.
 
 A size class is all groups with equal block shape and equal window; they share one body pool and, when the plan has an
-exact tail, one tail pool. Logical block i of a group covers its slots [iB, (i+1)B). Its encoded form is `body[row, g, i]`,
-its exact form `tail[row, g, i]`; 0 is the null block. Counters are vectors over rows and groups: nothing here loops over
-the sequences of a step except where blocks are really shared or dropped.
+exact tail, one tail pool. Logical block i of a group covers its slots [iB, (i+1)B). Its encoded form is `body[row, g,
+i]`, its exact form `tail[row, g, i]`; 0 is the null block. Counters are vectors over rows and groups: nothing here
+loops over the sequences of a step except where blocks are really shared or dropped.
 """
 
 from __future__ import annotations

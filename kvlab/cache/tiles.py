@@ -17,8 +17,9 @@ from kvlab.cache.step import Bucket, Step
 from kvlab.cache.tables import ClassTables, Growth
 
 Source = Literal["body", "tail", "chunk"]
-ROWS = 16  # a tile takes part of a bucket's rows in steps of this many: with 4 rows or more a row's bits do not depend on
-# how many others are computed with it, with fewer they do
+# A tile takes part of a bucket's rows in steps of this many: with 4 rows or more a row's bits do not depend on how many
+# others are computed with it, with fewer they do.
+ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,8 @@ class TileBuilder:
             none = ~seen.any(-1)
             seen |= none[..., None]
             if not seen.all():
-                mask = torch.zeros(seen.shape, dtype=self.dtype).masked_fill_(~torch.from_numpy(seen), -torch.inf)
+                dtype = torch.float32 if source == "body" else self.dtype  # what codecs decode to | exact k, v
+                mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~torch.from_numpy(seen), -torch.inf)
                 mask = mask.to(self.step.device)[:, :, None].expand(-1, -1, self.G, -1, -1).flatten(2, 3)
             if none.any():
                 empty = self.step.tensor(np.repeat(none[:, :, None], self.G, 2).reshape(*none.shape[:2], -1))

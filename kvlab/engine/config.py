@@ -10,7 +10,8 @@ from kvlab.errors import ConfigError
 @dataclass(frozen=True)
 class EngineCfg:
     """block: tokens a block. chunk: prompt tokens of one sequence per step. prefill_reads: what prompt queries see of
-    earlier tokens, "encoded" (the same as decoding sees) or "exact" within their own chunk. See CacheSize for the rest."""
+    earlier tokens, "encoded" (the same as decoding sees) or "exact" within their own chunk. See CacheSize for
+    the rest."""
 
     block: int = 32
     max_seqs: int = 8

@@ -44,7 +44,8 @@ class Engine:
     ) -> Sequence:
         """Queue a prompt. context: how many of its tokens a pruner that acts once sees (default all).
 
-        options: chunk_after, on_logits, on_finish (see Sequence). Raises ConfigError or CacheTooSmall; nothing is kept then.
+        options: chunk_after, on_logits, on_finish (see Sequence). Raises ConfigError or CacheTooSmall; nothing is
+        kept then.
         """
         sampling = sampling or Sampling()
         tokens = list(tokens)

@@ -26,8 +26,8 @@ def distribution(logits: Tensor, temperature: float, top_k: int, top_p: float) -
     """Probabilities float32 [vocab]: temperature, then the top_k best, then the smallest set with mass >= top_p."""
     x = logits.float() / temperature
     if top_k and top_k < len(x):
-        keep = x.topk(top_k).indices
-        x = torch.full_like(x, -torch.inf).index_copy(0, keep, x[keep])
+        outside = x.argsort(descending=True, stable=True)[top_k:]  # among equals the lower ids stay, as in greedy
+        x = x.index_fill(0, outside, -torch.inf)
     if top_p < 1:
         order = x.argsort(descending=True, stable=True)
         probs = torch.softmax(x[order], 0)

@@ -45,8 +45,9 @@ class Scheduler:
         seq.peak = self.peak_blocks(seq)
         if seq.prompt + seq.sampling.max_tokens > size.max_slots:
             raise CacheTooSmall(
-                f"prompt of {seq.prompt} + max_tokens {seq.sampling.max_tokens} needs {seq.prompt + seq.sampling.max_tokens} "
-                f"positions, the runtime was built for {size.max_slots}. Raise runtime.max_len, or ask for less."
+                f"prompt of {seq.prompt} + max_tokens {seq.sampling.max_tokens} needs "
+                f"{seq.prompt + seq.sampling.max_tokens} positions, the runtime was built for "
+                f"{size.max_slots}. Raise runtime.max_len, or ask for less."
             )
         copies = seq.sampling.n if not self.compressor.caps.recompute_safe else 1
         for t, (need, need_tail), (have, have_tail) in zip(self.cache.classes, seq.peak, self.usable()):

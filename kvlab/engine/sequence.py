@@ -52,9 +52,10 @@ class Sampling:
 
 @dataclass
 class Sequence:
-    """`tokens` = prompt + output. `computed` of them have K, V in the cache; `context` of them are seen before a pruner that
-    acts once does. `chunk_after`: rows per step beyond the context (teacher-forced scoring). `on_logits(first, logits)` gets
-    the logits of every row from position `logits_from` on, chunk by chunk; `first` is the position of the first row."""
+    """`tokens` = prompt + output. `computed` of them have K, V in the cache; `context` of them are seen before a
+    pruner that acts once does. `chunk_after`: rows per step beyond the context (teacher-forced scoring).
+    `on_logits(first, logits)` gets the logits of every row from position `logits_from` on, chunk by chunk; `first` is
+    the position of the first row."""
 
     id: int
     tokens: list[int]

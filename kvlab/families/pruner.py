@@ -1,7 +1,8 @@
 """Pruners: who stays. A method writes `score`; budgets, protection, ties, compaction and freeing are the family's.
 
 A pruner acts once when the context is complete (trigger "prefill_end") or whenever the budget is exceeded ("step").
-Positions are never renumbered: keys stay rotated where they were, the next token's position is the number of tokens SEEN.
+Positions are never renumbered: keys stay rotated where they were, the next token's position is the number
+of tokens SEEN.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import torch
 from torch import Tensor
 
 from kvlab.cache.layout import Geom, Region
-from kvlab.cache.pages import Pages
 from kvlab.cache.paged import StepPages
+from kvlab.cache.pages import Pages
 from kvlab.cache.step import DECODE, PREFILL, PREFILL_LAST, Bucket, Step
 from kvlab.cache.tables import Growth
 from kvlab.cache.tiles import TileBuilder
@@ -86,8 +87,8 @@ class Pruner:
         protected = self.sinks + max(self.recent, self.window)
         if self.tokens is not None and protected > self.tokens:
             raise ConfigError(
-                f"{name}: sinks {self.sinks} + window {max(self.recent, self.window)} = {protected} slots are always kept, "
-                f"but the budget is tokens={self.tokens}. Raise method.tokens, or lower the window."
+                f"{name}: sinks {self.sinks} + window {max(self.recent, self.window)} = {protected} slots are always "
+                f"kept, but the budget is tokens={self.tokens}. Raise method.tokens, or lower the window."
             )
         if self.every < 1:
             raise ConfigError(f"{name}: every={self.every} must be at least 1")
@@ -107,7 +108,7 @@ class Pruner:
         return np.maximum(np.floor(context * self.fraction + 1e-9).astype(np.int64), least)
 
     def kept_slots(self, context: int) -> int:
-        """Slots right after the cut. Ragged: the mean over groups, each of which rounds up to whole blocks on its own."""
+        """Slots right after the cut. Ragged: the mean over groups, each of which rounds up to whole blocks."""
         return min(context, int(self.budget(np.array([context]))[0])) + (self.block - 1 if self.ragged else 0)
 
     def peak_slots(self, prompt: int, context: int, max_new: int, chunk: int) -> int:

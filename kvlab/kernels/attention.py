@@ -1,8 +1,9 @@
 """Attention partials: softmax(scale q.k) v over some keys, with the log-sum-exp that joins them to other keys.
 
-A partial is `(out, lse)`: out float32 [N, Hk, R, D] normalised, lse float32 [N, Hk, R] natural log of the sum of exp(logits).
-No visible key: out is zeros and lse is -inf. Joining two partials is exact, so splits, tails and sinks are just partials.
-Query heads of a kv head are folded into the row axis (R = G * rows), so each K/V value is read once for all of them.
+A partial is `(out, lse)`: out float32 [N, Hk, R, D] normalised, lse float32 [N, Hk, R] natural log of the sum of
+exp(logits). No visible key: out is zeros and lse is -inf. Joining two partials is exact, so splits, tails and sinks
+are just partials. Query heads of a kv head are folded into the row axis (R = G * rows), so each K/V value is read
+once for all of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Turn keys that are already rotated: RoPE rotations add, R(a) R(b) = R(a + b), so a key moves without being un-rotated."""
+"""Turn keys that are already rotated: RoPE rotations add, R(a) R(b) = R(a + b), so a key can be moved."""
 
 from __future__ import annotations
 

@@ -3,8 +3,9 @@
     python -m kvlab +method=snapkv+turboquant
     python -m kvlab +method=composed +method@method.stages.0=snapkv +method@method.stages.1=int4
 
-Order   exact q, k, v -> prune's scores -> quantize's encode -> attend -> evict -> compaction. With a codec that seals whole
-        blocks (kivi) the prompt stays exact until the pruner has acted, so that scales are computed over survivors
+Order   exact q, k, v -> prune's scores -> quantize's encode -> attend -> evict -> compaction. With a codec that seals
+        whole blocks (kivi) the prompt stays exact until the pruner has acted, so that scales are computed over
+        survivors
 Refused two pruners, two quantizers, a pruner that evicts while decoding over a codec whose blocks share scales
 """
 
@@ -47,6 +48,7 @@ def composed(stages: Mapping[str, Part] | Iterable[Part]) -> Compressor:
     stages = list(stages)
     if not stages:
         raise ConfigError(
-            "composed: no stages. Use +method=snapkv+int4, or +method@method.stages.0=snapkv +method@method.stages.1=int4"
+            "composed: no stages. Use +method=snapkv+int4, or +method=composed "
+            "+method@method.stages.0=snapkv +method@method.stages.1=int4"
         )
     return compose(stages)

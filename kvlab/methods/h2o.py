@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from kvlab.cache.layout import Geom, Region
-from kvlab.cache.pages import Pages
 from kvlab.cache.paged import StepPages
+from kvlab.cache.pages import Pages
 from kvlab.cache.step import Bucket
 from kvlab.errors import ConfigError
 from kvlab.families.pruner import Pruner, Scoring

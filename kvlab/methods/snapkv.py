@@ -1,13 +1,13 @@
 """SnapKV: the last queries of the prompt vote for the tokens that stay, once, when the context is complete.
 
 Stored   what the codec stores, for C slots per (layer, kv head); beside it the window's queries, per sequence
-Votes    a[h, i, j] summed over the last `window` context queries i; aggregated over the query heads of a kv head (`gqa`)
-         FIRST, then pooled along the slots with an odd `kernel`, stride 1, padding kernel // 2
+Votes    a[h, i, j] summed over the last `window` context queries i; aggregated over the query heads of a kv head
+         (`gqa`) FIRST, then pooled along the slots with an odd `kernel`, stride 1, padding kernel // 2
          (avg counts the zero padding in its divisor, max pads with -inf); window slots get no vote, they always stay
 Keep     top (C - window) of the pooled votes, and the window. n <= C: nothing changes, not a bit
 Keys     post-RoPE at original positions; which token a slot holds differs per kv head
-Source   arXiv 2404.14469, section 4; pooling and window as in the authors' code (snapkv_utils.py). GQA: the authors expand
-         K and V to query heads, which stores them G times; here eviction is per kv head.
+Source   arXiv 2404.14469, section 4; pooling and window as in the authors' code (snapkv_utils.py). GQA: the authors
+         expand K and V to query heads, which stores them G times; here eviction is per kv head.
 """
 
 from __future__ import annotations

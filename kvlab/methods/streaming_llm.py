@@ -4,9 +4,9 @@ Stored    what the codec stores, for sinks + recent slots; rerotate: beside it t
 Rule      at the end of every prefill chunk and whenever a decoding sequence holds `every` slots more than C = tokens:
           slots [0, sinks) and the newest C - sinks stay
 Visible   a query sees the C kept slots and itself (the paper's window counts the new token)
-Positions rerotate (the paper, section 3.2): positions count inside the cache. Only differences matter under RoPE, so the
-          sinks are moved towards the present by the number of evicted tokens, from their exact keys each time (no drift);
-          everything else stays where it is. original: nothing moves, the distance to the sinks grows without bound
+Positions rerotate (the paper, section 3.2): positions count inside the cache. Only differences matter under RoPE, so
+          the sinks are moved towards the present by the number of evicted tokens, from their exact keys each time
+          (no drift); all else stays where it is. original: nothing moves, the sinks' distance grows without bound
 Source    arXiv 2309.17453, section 3
 """
 
@@ -49,8 +49,8 @@ class StreamingLLM(Pruner):
         super().setup(geom, block)
         if self.moves and not geom.inv_freq:
             raise ConfigError(
-                f"streaming_llm: positions=rerotate turns keys, but {geom.model} has no plain half-split RoPE with fixed "
-                "frequencies. Use method.positions=original."
+                f"streaming_llm: positions=rerotate turns keys, but {geom.model} has no plain half-split RoPE with "
+                "fixed frequencies. Use method.positions=original."
             )
 
     @property

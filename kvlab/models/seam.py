@@ -1,4 +1,5 @@
-"""The seam to transformers: a `cache=` object and a registered attention function. No forward is copied, nothing patched.
+"""The seam to transformers: a `cache=` object and a registered attention function. No forward is copied, nothing
+patched.
 
 The model runs on packed tokens `[1, T]` with explicit positions. In every layer it hands exact post-RoPE k, v to
 `StepCache.update` (pages are written, complete blocks sealed), then calls our attention function, which reads pages.
@@ -78,7 +79,8 @@ def paged_attention(
 class Runner:
     """A transformers causal LM that reads and writes kvlab's pages. Sets the model's attention implementation.
 
-    min_rows: a step is padded to this many rows. Below 4 rows torch's linear takes other code and differs in the last bit,
+    min_rows: a step is padded to this many rows. Below 4 rows torch's linear takes other code and differs in the last
+    bit,
     so a sequence alone would not equal itself in a batch; 1 is faster for a single sequence.
     """
 
@@ -94,7 +96,8 @@ class Runner:
     def forward(
         self, tokens: Tensor, positions: Tensor, rows: Tensor, compressor: Compressor, pages: StepPages
     ) -> Tensor:
-        """tokens, positions int64 [T]; rows int64 [k]: packed rows whose logits are wanted. Returns float [k, vocab]."""
+        """tokens, positions int64 [T]; rows int64 [k]: packed rows whose logits are wanted. Returns float [k,
+        vocab]."""
         T, k = len(tokens), len(rows)
         pad = max(self.min_rows - T, 0)
         if pad:
