@@ -106,7 +106,7 @@ def verify(path: Annotated[Path, typer.Argument(help="a result.json, or its fold
 
     stored = result.read(_file(path))
     with Progress() as progress, tempfile.TemporaryDirectory() as folder:
-        session = Session(progress)
+        session = Session(progress, threads=stored["threads"])  # reductions change with the number of threads
         told = verify.verify(stored, lambda config: session.run({**config, "logger": {}}, Path(folder)))
     for note in told["notes"]:
         typer.echo(f"note: {note}")

@@ -92,7 +92,8 @@ class Compressor:
                 raise ConfigError(
                     f"{self.pruner.label()} evicts while decoding, but {self.codec.label()} seals blocks of {block} "
                     "tokens that share scales or keeps an exact window: survivors cannot move between them. Use a "
-                    "codec that stores each token alone (int8, int4, fp8, turboquant), or a pruner that acts once (snapkv)."
+                    "codec that stores each token alone (int8, int4, fp8, turboquant), or a pruner that acts once "
+                    "(snapkv)."
                 )
             if has_tail and any(w is not None for w in geom.windows):
                 raise ConfigError(

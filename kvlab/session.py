@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
+import os
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ class Session:
     folders: list[Path] = field(default_factory=list)
     baselines: dict[str, Any] = field(default_factory=dict)
     models: Any = None
+    threads: int | None = None  # what `threads: null` came to
 
     def run(self, config: Config, folder: Path, overrides: list[str] | None = None) -> dict:
         """One method on one task: returns the result; writes result.json, rows.csv, documents.jsonl, plots and events.
@@ -80,12 +82,20 @@ class Session:
         )
 
     def _threads(self, n: int | None) -> None:
+        """Set torch's threads. null: the cores that nobody else uses, decided once per process: threads that wait for a
+        core that another program holds make a step many times slower."""
         import torch
 
         if n is None:
-            return
+            if self.threads is None:
+                cores = torch.get_num_threads()
+                busy = round(os.getloadavg()[0]) if hasattr(os, "getloadavg") else 0
+                self.threads = max(1, cores - busy)
+                if self.threads < cores:
+                    self.progress.say(f"{self.threads} of {cores} threads: other programs are busy (threads=N decides)")
+            n = self.threads
         if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-            raise ConfigError(f"threads={n} must be a whole number, 1 or more; null = as many as there are cores")
+            raise ConfigError(f"threads={n} must be a whole number, 1 or more; null = the cores that are free")
         torch.set_num_threads(n)
 
     def _model(self, cfg: Config):

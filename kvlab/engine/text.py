@@ -34,11 +34,11 @@ class TextStream:
     def take(self) -> str:
         """What is new and certain: no unfinished character, nothing that could still become a stop string."""
         text = self.full()
-        hold = max((len(s) - 1 for s in self.stop), default=0)
-        end = len(text) - (hold if self._cut is None else 0)
+        end = len(text)
         while end > 0 and text[end - 1] == "�":
             end -= 1
-        return self._advance(text, end)
+        hold = max((len(s) - 1 for s in self.stop), default=0) if self._cut is None else 0
+        return self._advance(text, end - hold)  # whole characters are held back: an unfinished one may become any
 
     def flush(self) -> str:
         """The rest, at the end."""
