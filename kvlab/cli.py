@@ -31,6 +31,9 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells count
 def main(argv: list[str] | None = None) -> None:
     """Entry of `kvlab` and `python -m kvlab`; ends with SystemExit."""
     args = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal without Greek letters gets "?", not a traceback
     try:
         sys.exit(small(args) if args and args[0] in COMMANDS else hydra_app(args))
     except KvlabError as err:
@@ -39,6 +42,9 @@ def main(argv: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
+    except BrokenPipeError:  # who read our output has gone (`kvlab methods | head`)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at its exit
+        sys.exit(1)
 
 
 def small(args: list[str]) -> int:
@@ -144,6 +150,8 @@ class Jobs:
         except hydra.errors.HydraException as err:
             complain(explain(err, args))
             self.code = self.code or 2
+        except BrokenPipeError:
+            raise
         except OSError as err:
             complain(f"the run folder cannot be made: {err}. Use out=DIR with a folder that can be written.")
             self.code = self.code or 2

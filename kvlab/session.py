@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
-import os
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvlab.errors import ConfigError, MethodNeverActed
+from kvlab.host import busy_cores
 from kvlab.tasks.progress import Progress
 
 TASKS = ("overview", "fidelity", "needle", "passkey", "speed", "memory")
@@ -89,8 +89,7 @@ class Session:
         if n is None:
             if self.threads is None:
                 cores = torch.get_num_threads()
-                busy = round(os.getloadavg()[0]) if hasattr(os, "getloadavg") else 0
-                self.threads = max(1, cores - busy)
+                self.threads = max(1, cores - busy_cores())
                 if self.threads < cores:
                     self.progress.say(f"{self.threads} of {cores} threads: other programs are busy (threads=N decides)")
             n = self.threads
