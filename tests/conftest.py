@@ -60,7 +60,8 @@ def no_network(monkeypatch):
 
 @pytest.fixture
 def garbage():
-    """garbage(engine or cache): every page starts as random bytes, a quarter of the floats NaN. Returns its argument."""
+    """garbage(engine or cache): every page starts as random bytes, a quarter of the floats NaN. Returns its
+    argument."""
     from toys import dirty
 
     return dirty

@@ -1,7 +1,8 @@
-"""Toys that many tests share: a codec that stores the token itself, a pruner with known scores, a model of random vectors.
+"""Toys that many tests share: a codec that stores the token itself, a pruner with known scores, a model of random
+vectors.
 
-`Echo` keeps (code, position) of every token as integers, so that a page can be read back and compared with a plain list:
-one wrong block, slot, layer or head is a wrong integer.
+`Echo` keeps (code, position) of every token as integers, so that a page can be read back and compared with a plain
+list: one wrong block, slot, layer or head is a wrong integer.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor
 
 from kvlab.cache.layout import Geom, Region
-from kvlab.cache.paged import PagedCache
+from kvlab.cache.ledger import Ledger, live_blocks_bytes, measure
+from kvlab.cache.paged import PagedCache, StepPages
 from kvlab.cache.pages import Pages
 from kvlab.codec import Codec, Page
 from kvlab.compressor import Compressor
@@ -51,8 +53,8 @@ class Echo(Codec):
         self.scope, self.residual = scope, residual
 
     def regions(self, geom: Geom, block: int) -> tuple[Region, ...]:
-        per_token = (Region("tok", torch.int32, ()), Region("pos", torch.int32, ()))
-        return (*per_token, Region("base", torch.int32, (), "block", "metadata")) if self.scope == "block" else per_token
+        per_block = (Region("base", torch.int32, (), "block", "metadata"),) if self.scope == "block" else ()
+        return (Region("tok", torch.int32, ()), Region("pos", torch.int32, ()), *per_block)
 
     def encode(self, layer: int, k: Tensor, v: Tensor) -> Page:
         assert torch.equal(k, v), "k and v came from different tokens"
@@ -91,7 +93,7 @@ class Toy(Pruner):
     def regions(self, geom: Geom) -> tuple[Region, ...]:
         return (Region("mark", torch.int32, (), role="metadata"),)
 
-    def wrote(self, layer: int, p: Pages, k, v, pages) -> None:
+    def wrote(self, layer: int, p: Pages, k: Tensor, v: Tensor, pages: StepPages) -> None:
         arrays = p.t.arrays if p.t.tail is None else p.t.tail_arrays
         rows = p.write_rows(layer)
         marks = torch.from_numpy(p.step.positions).to(torch.int32).repeat(self.geom.Hk)
@@ -130,7 +132,7 @@ def read_back(cache: PagedCache, layer: int, head: int, row: int) -> list[tuple[
         span = slice(0, min(B, n - b * B))
         if t.tail is None or b * B < sealed:
             data = {k: v[int(t.body[row, g, b]), a, h].numpy() for k, v in t.arrays.data.items()}
-            base = data["base"] if "base" in data else 0
+            base = data.get("base", 0)
             got = np.stack([data["tok"] + base, data["pos"]], -1)
         else:
             data = {k: v[int(t.tail[row, g, b]), a, h].numpy() for k, v in t.tail_arrays.data.items()}
@@ -206,6 +208,32 @@ def assert_pool_is_fresh(e: Engine) -> None:
     assert not e.scheduler.running and not e.scheduler.waiting
 
 
+def assert_sums_to_the_pool(e: Engine) -> Ledger:
+    """The shares of all sequences are the used blocks, and all blocks are the storages."""
+    cache = e.cache
+    used = sum(
+        p.used * a.block_bytes
+        for t in cache.classes
+        for p, a in ((t.pool, t.arrays), (t.tail_pool, t.tail_arrays))
+        if p is not None
+    )
+    live = [s.row for s in e.scheduler.running]
+    whole, parts = measure(cache, live), [measure(cache, [r]) for r in live]
+    for name in ("payload", "metadata", "residual", "fragmentation", "shared", "tables", "kept_slots"):
+        assert abs(sum(getattr(p, name) for p in parts) - getattr(whole, name)) < 1e-6, name
+    assert abs(whole.physical - whole.tables - used) < 1e-6
+    storages = sum(
+        x.untyped_storage().nbytes()
+        for t in cache.classes
+        for a in (t.arrays, t.tail_arrays)
+        if a is not None
+        for x in a.data.values()
+    )
+    assert sum(live_blocks_bytes(cache).values()) == storages == whole.reserved
+    assert live_blocks_bytes(cache)["used"] == used
+    return whole
+
+
 class Quiet:
     """A forward function that only stores codes, and remembers what each step ran: [(sequence id, first, tokens)].
 
@@ -223,7 +251,8 @@ class Quiet:
             who = [by_row[r] for r in step.cache_rows.tolist()]
             self.steps.append(list(zip(who, step.start.tolist(), step.q_len.tolist())))
         for layer in range(comp.geom.L):
-            k = torch.stack([torch.stack([code(ids, layer, h), positions], -1) for h in range(comp.geom.Hk)])[None].float()
+            heads = [torch.stack([code(ids, layer, h), positions], -1) for h in range(comp.geom.Hk)]
+            k = torch.stack(heads)[None].float()
             comp.write(layer, k, k.clone(), pages)
         out = [self.logits(int(ids[r]), int(positions[r])) for r in rows.tolist()]
         return torch.stack(out).float() if out else torch.empty(0, VOCAB)
@@ -234,7 +263,9 @@ def next_token(token: int, position: int) -> int:
     return (token * 7 + position * 13 + 5) % VOCAB
 
 
-def quiet(codec: Codec | None = None, pruner: Pruner | None = None, geom: Geom | None = None, logits=None, **cfg) -> Engine:
+def quiet(
+    codec: Codec | None = None, pruner: Pruner | None = None, geom: Geom | None = None, logits=None, **cfg
+) -> Engine:
     """An engine over dirty pages whose model is `Quiet` (e.forward)."""
     cfg = {"block": 4, "max_seqs": 4, "max_len": 128, "max_batch_tokens": 16, "chunk": 16, "tile": 16, **cfg}
     made = Compressor(codec or Echo(), pruner)

@@ -54,6 +54,8 @@ class Engine:
         context = len(tokens) if context is None else context
         if not 1 <= context <= len(tokens):
             raise ConfigError(f"context={context} must lie in 1..{len(tokens)}, the prompt's length")
+        if (rows := options.get("chunk_after")) is not None and rows < 1:
+            raise ConfigError(f"chunk_after={rows} rows a step would never end: give at least 1, or None for no limit")
         if sampling.n > self.cfg.max_seqs:
             raise ConfigError(
                 f"n={sampling.n} samples need runtime.max_seqs >= {sampling.n}, it is {self.cfg.max_seqs}"
@@ -65,7 +67,7 @@ class Engine:
 
     def abort(self, seq: Sequence, reason: str = "abort") -> None:
         """End a sequence in whatever state it is; its blocks go back."""
-        if seq.status is not Status.FINISHED:
+        if seq.finish_reason is None:  # else it has ended, or is ending right now: this call comes from its hook
             self._finish(seq, reason)
 
     @property
@@ -168,7 +170,8 @@ class Engine:
 
     def _sample(self, work: Work, logits: Tensor, wanted: list[range]) -> list[tuple[Sequence, int]]:
         last = np.cumsum([len(span) for span in wanted]) - 1
-        owners = [(s, int(at)) for (s, _), at in zip(work, last) if not s.missing and s.sampling.max_tokens]
+        alive = [(s, int(at)) for (s, _), at in zip(work, last) if s.status is Status.RUNNING]  # a hook may abort
+        owners = [(s, at) for s, at in alive if not s.missing and s.sampling.max_tokens]
         if not owners:
             return []
         first = [(s, at) for s, at in owners if not s.output and s.sampling.n > 1 and s.parent is None]
@@ -177,6 +180,8 @@ class Engine:
         chosen = sample(logits[[at for _, at in owners]], [s for s, _ in owners])
         new = []
         for (seq, _), token in zip(owners, chosen):
+            if seq.status is not Status.RUNNING:
+                continue
             seq.tokens.append(token)
             new.append((seq, token))
             if token in seq.sampling.stop_tokens:

@@ -36,7 +36,8 @@ def test_renumbered_positions_equal_a_fresh_pass_over_the_kept_tokens(chunk, eve
     lab, reference = one_layer_lab({"streaming_llm": {"tokens": tokens, "sinks": sinks, "every": every}}, chunk=chunk)
     got = {}
     steps = [5, 60, 7, 90, 33, 12, 200, 3, 77, 150, 9, 42]
-    seq = lab.score(PROMPT + steps, lambda first, x: got.update({first + i: r for i, r in enumerate(x)}), len(PROMPT), 1)
+    keep = lambda first, x: got.update({first + i: r for i, r in enumerate(x)})  # noqa: E731
+    seq = lab.score(PROMPT + steps, keep, len(PROMPT), 1)
     held = list(range(len(PROMPT)))
     lab.engine.run()
     assert seq.computed == len(PROMPT) + len(steps)
@@ -69,7 +70,8 @@ def test_a_forked_sample_does_not_turn_the_sinks_of_its_sibling():
 
 
 def test_turning_adds_up():
-    """R(a) R(b) = R(a + b): 1e-5 is float32 rounding of unit-variance keys at angles up to 1e5 rad computed in float64."""
+    """R(a) R(b) = R(a + b): 1e-5 is float32 rounding of unit-variance keys at angles up to 1e5 rad computed in
+    float64."""
     inv_freq = 10_000.0 ** -(torch.arange(8) / 8)
     k = torch.randn(5, 20, generator=torch.Generator().manual_seed(0))  # 16 rotary channels, 4 others
     a, b = torch.tensor(12_345), torch.tensor(-77)
