@@ -38,6 +38,8 @@ class Session:
 
         Raises ConfigError and the other KvlabErrors before anything is measured; MethodNeverActed when all is written.
         """
+        if self.models is None:  # the imports below take seconds the first time
+            self.progress.say(f"starting: {config['model']['name']}, task {config['task']['name']}")
         from kvlab import registry
         from kvlab.report import result as results
         from kvlab.track import make

@@ -1,6 +1,7 @@
 """The real command line: exit codes, messages, what is written, sweeps, Ctrl-C. Nearly all in this process."""
 
 import importlib.util
+import io
 import json
 import re
 import signal
@@ -13,6 +14,7 @@ from front import FIDELITY, TINY, command, run
 from toys import assert_pool_is_fresh
 
 from kvlab import names
+from kvlab.cli import main
 from kvlab.engine.engine import Engine
 from kvlab.methods.fp8 import Fp8
 from kvlab.methods.int8 import Int8
@@ -567,8 +569,25 @@ def test_a_real_process_from_another_folder_writes_into_a_folder_with_a_space(tm
     (path,) = (away / "my results").rglob("result.json")
     assert "int8 g16" in out and "ratio" in out, "the table goes to stdout, where a pipe finds it"
     assert out.rstrip().splitlines()[-1].startswith("wrote my results/")
-    assert err.splitlines()[0] == "loading tiny_llama ..."
+    assert err.splitlines()[0] == "starting: tiny_llama, task memory"
     assert results.read(path)["overrides"][-1] == "out=my results"
+
+
+def test_a_reader_that_goes_away_gets_no_traceback(tmp_path):
+    """`kvlab methods | head -1`"""
+    proc = front.process("methods", cwd=tmp_path)
+    proc.stdout.close()
+    assert proc.stderr.read() == "" and proc.wait(timeout=60) == 1
+
+
+def test_a_terminal_without_greek_letters_gets_question_marks_and_no_traceback(monkeypatch):
+    """The table is printed when everything has been measured: a bad moment to fail."""
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    with pytest.raises(SystemExit):
+        main(["version"])
+    print("ΔNLL", file=out, flush=True)
+    assert out.buffer.getvalue().endswith(b"?NLL\n")
 
 
 def test_ctrl_c_in_a_real_process_ends_with_code_130_and_no_traceback(tmp_path):

@@ -8,7 +8,7 @@ of tokens SEEN.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -42,10 +42,11 @@ class Pruner:
     recent: int = 0
     every: int = 1
 
+    name: ClassVar[str] = ""  # the class's, in small letters
     trigger = "prefill_end"  # or "step"
     cut_chunks = False  # act at the end of every prefill chunk too (trigger "step")
     window = 0  # prompt queries to remember, for `Scoring.votes`
-    ragged: Literal[None, "layer", "head"] = None  # budgets differ per layer, or per (layer, head)
+    ragged: ClassVar[Literal[None, "layer", "head"]] = None  # budgets differ per layer, or per (layer, head)
     mutable = False  # slots carry values that later steps change: a fork copies instead of sharing
 
     # -- to override ---------------------------------------------------------------------------------------------
@@ -68,13 +69,17 @@ class Pruner:
     def cut(self, comp: Compressor, p: Pages, rows: np.ndarray, pages: StepPages) -> None:
         """These cache rows were just compacted: fix what depends on how many tokens are gone."""
 
+    @property
+    def title(self) -> str:
+        """The method's name in labels and messages."""
+        return self.name or type(self).__name__.lower()
+
     def label(self) -> str:
-        size = self.tokens if self.tokens is not None else f"{self.fraction:g}"
-        return f"{type(self).__name__.lower()} {size}"
+        return f"{self.title} {self.tokens if self.tokens is not None else format(self.fraction, 'g')}"
 
     # -- the family's part ---------------------------------------------------------------------------------------
     def __post_init__(self) -> None:
-        name = type(self).__name__.lower()
+        name = self.title
         if (self.tokens is None) == (self.fraction is None):
             raise ConfigError(
                 f"{name}: exactly one budget is needed, got tokens={self.tokens} and fraction={self.fraction}. "
@@ -90,8 +95,9 @@ class Pruner:
                 f"{name}: sinks {self.sinks} + window {max(self.recent, self.window)} = {protected} slots are always "
                 f"kept, but the budget is tokens={self.tokens}. Raise method.tokens, or lower the window."
             )
-        if self.every < 1:
-            raise ConfigError(f"{name}: every={self.every} must be at least 1")
+        for option, least in (("every", 1), ("sinks", 0), ("recent", 0), ("window", 0)):
+            if getattr(self, option) < least:
+                raise ConfigError(f"{name}: {option}={getattr(self, option)} must be at least {least}")
 
     def setup(self, geom: Geom, block: int) -> None:
         self.geom, self.block = geom, block

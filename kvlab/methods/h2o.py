@@ -76,7 +76,3 @@ class H2O(Pruner):
 
     def score(self, s: Scoring) -> Tensor:
         return s.value("score")
-
-    def label(self) -> str:
-        size = self.tokens if self.tokens is not None else f"{self.fraction:g}"
-        return f"h2o {size}"

@@ -37,6 +37,7 @@ class StreamingLLM(Pruner):
     every: int = 16
     positions: Literal["rerotate", "original"] = "rerotate"
 
+    name = "streaming_llm"
     trigger = "step"
     cut_chunks = True
 
@@ -88,5 +89,4 @@ class StreamingLLM(Pruner):
             p.write_at(layer, rows, slots, comp.codec.encode(layer, k, pages.state("sink_v")[at, layer]))
 
     def label(self) -> str:
-        size = self.tokens if self.tokens is not None else f"{self.fraction:g}"
-        return f"streaming_llm {size}" + ("" if self.positions == "rerotate" else " original")
+        return super().label() + ("" if self.positions == "rerotate" else " original")

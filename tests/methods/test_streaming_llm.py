@@ -42,7 +42,7 @@ def test_renumbered_positions_equal_a_fresh_pass_over_the_kept_tokens(chunk, eve
     lab.engine.run()
     assert seq.computed == len(PROMPT) + len(steps)
     kept = held[:sinks] + held[-(tokens - sinks) :]
-    for i, token in enumerate(steps):
+    for i in range(len(steps)):
         kept.append(len(PROMPT) + i)
         ids = torch.tensor([[(PROMPT + steps)[j] for j in kept]])
         want = reference(ids).logits[0, -1]  # positions 0, 1, 2, ... inside the cache
@@ -131,3 +131,15 @@ def test_sinks_are_reencoded_from_their_exact_keys(codec):
     k, _ = lab.compressor.codec.decode(1, page)
     want, _ = lab.compressor.codec.decode(1, lab.compressor.codec.encode(1, want[None], want[None]))
     torch.testing.assert_close(k[:, :, :4], want, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("option", [{"sinks": -1}, {"every": 0}, {"recent": -3}])
+def test_a_negative_count_is_refused_by_name(option):
+    with pytest.raises(ConfigError, match=rf"streaming_llm: {next(iter(option))}="):
+        registry.build("streaming_llm", **option)
+
+
+def test_how_a_class_shares_its_budget_is_no_option():
+    """Fails when `ragged` is a dataclass field: any text was accepted."""
+    with pytest.raises(ConfigError, match="ragged"):
+        registry.build("random", ragged="nonsense")
