@@ -56,14 +56,11 @@ class Session:
         started = datetime.now(UTC)
         loaded = self._model(config["model"])
         self._fits(probe, loaded, config)
-        is_full = probe.family == "full"
-        outcomes = {}
-        if is_full or config.get("baseline", True):
+        is_full, outcomes = probe.family == "full", {}
+        if config.get("baseline", True) or self._plain(method):
             outcomes["full"] = self._baseline(config, loaded)
-        if not is_full or method is not None:
-            outcomes["method"] = (
-                self._measure(config, loaded, method) if not self._plain(method) else outcomes.pop("full")
-            )
+        if not self._plain(method):
+            outcomes["method"] = self._measure(config, loaded, method)
         body = self._result(config, loaded, outcomes, started, overrides or [])
         self._write(body, outcomes, folder, config, tracker, results)
         acted = all(o.acted for name, o in outcomes.items() if name == "method")

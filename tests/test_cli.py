@@ -369,6 +369,14 @@ def test_a_sweep_gives_one_table_one_plot_and_a_result_a_run_with_weights_loaded
     assert ran.out.count("wrote") == 1, "one line at the end says where"
 
 
+def test_the_full_cache_is_one_row_of_a_sweep_with_accuracies_too(tmp_path):
+    """Fails when the job of `full` itself compares with nobody: its row then differs from the others' reference row."""
+    needle = ("task=needle", "task.lengths=[400]", "task.depths=2", "task.max_new=2")
+    ran = run(tmp_path, "-m", *TINY, *needle, "+method=full,turboquant")
+    assert ran.code == 0, ran.words
+    assert len(re.findall(r"^full ", ran.out, re.M)) == 1, ran.out
+
+
 def test_a_job_that_cannot_work_does_not_take_the_others_along(tmp_path):
     """int8 and int4 refuse the head of a tiny model; the code is theirs, the other rows are there."""
     ran = run(tmp_path, "-m", *FIDELITY, "+method=int8,fp8,int4,full")
