@@ -49,14 +49,14 @@ CODECS = [name for name in METHODS if isinstance(part(name), Codec) and name != 
 
 
 @cache
-def runner() -> tuple[Runner, Geom]:
-    model = tiny_model("tiny_llama", head_dim=64)  # wide enough for the groups that codecs have by default
-    geom = geometry(model, "tiny_llama")
+def runner(name: str, dtype: torch.dtype) -> tuple[Runner, Geom]:
+    model = tiny_model(name, dtype=dtype, head_dim=64)  # wide enough for the groups that codecs have by default
+    geom = geometry(model, name)
     return Runner(model), geom
 
 
-def engine(comp: Compressor, **cfg) -> Engine:
-    run, geom = runner()
+def engine(comp: Compressor, model: str = "tiny_llama", dtype: torch.dtype = torch.float32, **cfg) -> Engine:
+    run, geom = runner(model, dtype)
     cfg = {"block": 32, "max_seqs": 8, "max_len": 128, "max_batch_tokens": 512, "chunk": 512, "tile": 64, **cfg}
     return dirty(Engine(run.forward, comp, geom, EngineCfg(**cfg, check=True)))
 
@@ -120,6 +120,14 @@ def test_a_batch_of_chunks_gives_what_single_runs_give(name, reads):
     """Prompts in chunks that end at different steps. Fails when a score or a window of queries is kept per step."""
     cfg = {"chunk": 32, "max_batch_tokens": 512, "prefill_reads": reads}
     assert_batch_equals_singles(lambda: [part(name)], [PROMPTS[i] for i in (1, 5, 7)], new=6, **cfg)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_gives_the_same_in_a_batch_over_sliding_layers_and_in_bfloat16(name):
+    """Two classes of layers with tables of their own. Fails when masks have another type than the keys they mask, or
+    when a pruner's hooks run on layers that it does not own."""
+    cfg = {"model": "tiny_gemma", "dtype": torch.bfloat16, "chunk": 32}
+    assert_batch_equals_singles(lambda: [part(name)], [PROMPTS[i] for i in (1, 5, 7)], new=8, **cfg)
 
 
 @pytest.mark.parametrize("name", PRUNERS)
