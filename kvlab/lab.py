@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kvlab import registry
-from kvlab.cache.ledger import Ledger, measure, reference_dtype
+from kvlab.cache.ledger import Ledger, LedgerReport, measure, reference_dtype, sum_ledgers
 from kvlab.compressor import Compressor
 from kvlab.engine.config import EngineCfg, Stats
 from kvlab.engine.engine import Engine
@@ -243,32 +243,6 @@ class Lab:
         )
 
 
-@dataclass(frozen=True)
-class LedgerReport:
-    """`sequences` one ledger each (shared blocks count 1/owners), `total` their sum, `reference` full-cache B/token."""
-
-    sequences: list[Ledger]
-    total: Ledger
-    reference: int
-
-    @property
-    def ratio(self) -> float:
-        return self.total.ratio(self.reference)
-
-    def __str__(self) -> str:
-        t = self.total
-        lines = [
-            f"{t.tokens:,} tokens in {len(self.sequences)} sequences: {t.physical:,.0f} bytes, "
-            f"{t.bytes_per_token:,.0f} B/token, ratio {self.ratio:.2f} (full float16 cache / these bytes)"
-        ]
-        for name in ("payload", "metadata", "residual", "tables", "fragmentation"):
-            lines.append(f"  {name:14s} {getattr(t, name):14,.0f}")
-        lines.append(
-            f"  shared {t.shared:,.0f}   static {t.static:,}   reserved {t.reserved:,}   temporary {t.temporary:,}"
-        )
-        return "\n".join(lines)
-
-
 def _ids(prompt: Any) -> list[int] | None:
     """Token ids as plain ints; None when it is something else."""
     if isinstance(prompt, Tensor | np.ndarray):
@@ -277,19 +251,6 @@ def _ids(prompt: Any) -> list[int] | None:
         return None
     whole = all(isinstance(t, numbers.Integral) and not isinstance(t, bool) for t in prompt)
     return [int(t) for t in prompt] if whole else None
-
-
-def sum_ledgers(ledgers: list[Ledger]) -> Ledger:
-    """Categories add up; pool-wide figures (reserved, temporary, static) are the largest seen."""
-    if not ledgers:
-        return Ledger()
-    wide = ("reserved", "temporary", "static")
-    return Ledger(
-        **{
-            f.name: (max if f.name in wide else sum)(getattr(led, f.name) for led in ledgers)  # type: ignore[operator]
-            for f in fields(Ledger)
-        }
-    )
 
 
 def load(

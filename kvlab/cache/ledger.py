@@ -12,7 +12,7 @@ temporary     scratch buffers alive inside a step        static   method-wide co
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
 import numpy as np
 import torch
@@ -65,6 +65,45 @@ class Ledger:
 
     def as_dict(self) -> dict[str, float]:
         return asdict(self) | {"physical": self.physical, "logical": self.logical}
+
+
+@dataclass(frozen=True)
+class LedgerReport:
+    """`sequences` one ledger each (shared blocks count 1/owners), `total` their sum, `reference` full-cache B/token."""
+
+    sequences: list[Ledger]
+    total: Ledger
+    reference: int
+
+    @property
+    def ratio(self) -> float:
+        return self.total.ratio(self.reference)
+
+    def __str__(self) -> str:
+        t = self.total
+        lines = [
+            f"{t.tokens:,} tokens in {len(self.sequences)} sequences: {t.physical:,.0f} bytes, "
+            f"{t.bytes_per_token:,.0f} B/token, ratio {self.ratio:.2f} (full float16 cache / these bytes)"
+        ]
+        for name in ("payload", "metadata", "residual", "tables", "fragmentation"):
+            lines.append(f"  {name:14s} {getattr(t, name):14,.0f}")
+        lines.append(
+            f"  shared {t.shared:,.0f}   static {t.static:,}   reserved {t.reserved:,}   temporary {t.temporary:,}"
+        )
+        return "\n".join(lines)
+
+
+def sum_ledgers(ledgers: list[Ledger]) -> Ledger:
+    """Categories add up; pool-wide figures (reserved, temporary, static) are the largest seen."""
+    if not ledgers:
+        return Ledger()
+    wide = ("reserved", "temporary", "static")
+    return Ledger(
+        **{
+            f.name: (max if f.name in wide else sum)(getattr(led, f.name) for led in ledgers)  # type: ignore[operator]
+            for f in fields(Ledger)
+        }
+    )
 
 
 def measure(cache: PagedCache, rows: list[int] | None = None, tokens: dict[int, int] | None = None, static: int = 0):

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from kvlab.cache.ledger import sum_ledgers
 from kvlab.engine.config import Stats
 from kvlab.engine.sequence import Sampling
-from kvlab.lab import sum_ledgers
 from kvlab.tasks import corpus
 from kvlab.tasks.base import Bench, Outcome, ledger_columns, whole, wholes
 from kvlab.tasks.progress import drive
