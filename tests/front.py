@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -83,10 +84,12 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 def process(*argv: str, cwd: Path, flags: tuple[str, ...] = ()) -> subprocess.Popen:
-    """`python FLAGS -m kvlab ARGV` as a process of its own."""
+    """`python FLAGS -m kvlab ARGV` as a process of its own, which takes Ctrl-C also where the tests themselves ignore it
+    (a job in the background does)."""
     return subprocess.Popen(
         [sys.executable, *flags, "-m", "kvlab", *argv],
         cwd=cwd, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
 
 

@@ -95,7 +95,6 @@ def test_a_batch_of_eight_gives_what_eight_single_runs_give(name):
     assert_batch_equals_singles(lambda: [part(name)], PROMPTS, new=12)
 
 
-@pytest.mark.xfail(strict=True, reason="kernels/attention.merge: sigmoid and logaddexp round a row by where it lies")
 def test_the_bits_of_a_sequence_do_not_depend_on_who_shares_its_batch():
     """What EngineCfg.min_rows promises. Fails when a kernel takes another path for other shapes."""
     _, together = run(engine(compose([Full()])), PROMPTS, 12)

@@ -41,8 +41,13 @@ def merge(a: Partial | None, b: Partial) -> Partial:
     """Join two partials over disjoint keys."""
     if a is None:
         return b
-    share = torch.sigmoid(b[1] - a[1]).nan_to_num_(0.0)  # weight of b; nan where both are empty
-    return torch.lerp(a[0], b[0], share.unsqueeze(-1)), torch.logaddexp(a[1], b[1])
+    # exp, log and division only: torch's sigmoid and logaddexp round the last elements of an array differently from the
+    # others, so that a row's bits would depend on how many rows are joined
+    top = torch.maximum(a[1], b[1]).clamp_min_(torch.finfo(torch.float32).min)  # finite where both are empty
+    wa, wb = (a[1] - top).exp_(), (b[1] - top).exp_()
+    total = wa + wb  # 0 where both are empty, else in [1, 2]
+    share = wb.div_(total.clamp_min(1.0))
+    return torch.lerp(a[0], b[0], share.unsqueeze(-1)), total.log_().add_(top)
 
 
 def mass(q: Tensor, k: Tensor, scale: float, lse: Tensor, mask: Tensor | None, empty: Tensor | None, G: int) -> Tensor:
