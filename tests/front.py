@@ -84,8 +84,8 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 def process(*argv: str, cwd: Path, flags: tuple[str, ...] = ()) -> subprocess.Popen:
-    """`python FLAGS -m kvlab ARGV` as a process of its own, which takes Ctrl-C also where the tests themselves ignore it
-    (a job in the background does)."""
+    """`python FLAGS -m kvlab ARGV` as a process of its own, which takes Ctrl-C also where the tests ignore it (as a job
+    in the background does)."""
     return subprocess.Popen(
         [sys.executable, *flags, "-m", "kvlab", *argv],
         cwd=cwd, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
