@@ -24,20 +24,22 @@ def main() -> None:
 
     loaded = load(ModelCfg())
     peer = copy.deepcopy(loaded.model)
+    lone = {"min_rows": 1, "tile": 512}  # what one stream alone can afford: see EngineCfg.min_rows
     cases = [
-        (8, 1000, ("full/16", "full/64", "int4/16", "int4/64", "turboquant/64")),
-        (1, 2000, ("full/16", "full/64")),
+        (8, 1000, {"full/16": {}, "full/64": {}, "int4/64": {}, "turboquant/64": {}}),
+        (1, 2000, {"full/64": {}, "full/64/lone": lone}),
     ]
     if args.quick:
-        cases = [(2, 100, ("full/16", "int4/16"))]
+        cases = [(2, 100, {"full/16": {}, "int4/16": {}})]
     for batch, length, sides in cases:
         torch.manual_seed(0)
         ids = torch.randint(10, 49_000, (batch, length))
         runs = {"transformers DynamicCache": _peer(peer, ids, DynamicCache)}
-        for side in sides:
-            method, block = side.split("/")
-            runs[f"kvlab {method} block {block}"] = _ours(loaded, method, int(block), ids)
-        steps = 2 if args.quick else 12
+        for side, options in sides.items():
+            method, block, *_ = side.split("/")
+            told = "".join(f", {k} {v}" for k, v in options.items())
+            runs[f"kvlab {method} block {block}{told}"] = _ours(loaded, method, int(block), ids, options)
+        steps = 2 if args.quick else 6
         figures = common.rounds({k: partial(_steps, r, steps) for k, r in runs.items()}, args.rounds)
         facts = {"batch": batch, "context": length, "model": loaded.id, "dtype": "float32"}
         common.report("decode", figures, "transformers DynamicCache", args.quick, **facts)
@@ -64,14 +66,14 @@ def _peer(model, ids, make):
     return step
 
 
-def _ours(loaded, method: str, block: int, ids):
+def _ours(loaded, method: str, block: int, ids, options: dict):
     from kvlab import registry
     from kvlab.engine.config import EngineCfg
     from kvlab.engine.sequence import Sampling
     from kvlab.lab import Lab
 
     batch, length = ids.shape
-    cfg = EngineCfg(block=block, max_seqs=batch, max_len=length + 512)
+    cfg = EngineCfg(block=block, max_seqs=batch, max_len=length + 512, **options)
     lab = Lab(loaded, registry.build(method), cfg)
     seqs = [lab.engine.add(row, Sampling(max_tokens=500)) for row in ids.tolist()]
     while any(s.missing > 1 or not s.output for s in seqs):
