@@ -66,8 +66,11 @@ def collect(sweep: Path) -> None:
     for path in sorted(sweep.glob("*/result.json")):
         name = path.parent.name.split("-", 1)[1]
         (target / name).mkdir(parents=True)
-        for file in ("result.json", "documents.jsonl"):
-            shutil.copy(path.parent / file, target / name / file)
+        shutil.copy(path.parent / "documents.jsonl", target / name)
+        result = json.loads(path.read_text("utf-8"))
+        result["config"]["out"] = "outputs"  # where it was written is this machine's business, and not in the hash
+        result["overrides"] = [o for o in result["overrides"] if not o.startswith("out=")]
+        (target / name / "result.json").write_text(json.dumps(result, indent=1) + "\n", "utf-8")
 
 
 if __name__ == "__main__":
