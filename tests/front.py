@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 
+import pytest
+
 import kvlab
 from kvlab.cli import main
 
@@ -105,3 +107,17 @@ def no_plots(monkeypatch) -> None:
 
     for name in ("pareto", "ledger"):
         monkeypatch.setattr(plots, name, draw)
+
+
+@pytest.fixture(autouse=True)
+def surroundings(monkeypatch, request):
+    """Wide lines, a cache folder of its own, no pictures except where a test asks for them."""
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("KVLAB_PROGRESS", "plain")
+    if "pictures" not in request.fixturenames:
+        no_plots(monkeypatch)
+
+
+@pytest.fixture
+def pictures():
+    """The test wants the real ones."""

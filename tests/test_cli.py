@@ -7,7 +7,7 @@ import sys
 
 import front
 import pytest
-from front import FIDELITY, TINY, command, run
+from front import FIDELITY, TINY, command, pictures, run, surroundings  # noqa: F401
 from toys import assert_pool_is_fresh
 
 from kvlab import names
@@ -18,20 +18,6 @@ from kvlab.models import load, smollm2, tiny
 from kvlab.report import result as results
 
 INT8 = ("+method=int8", "method.group=16")
-
-
-@pytest.fixture(autouse=True)
-def surroundings(monkeypatch, request):
-    """Wide lines, a cache folder of its own, no pictures except where a test asks for them."""
-    monkeypatch.setenv("COLUMNS", "160")
-    monkeypatch.setenv("KVLAB_PROGRESS", "plain")
-    if "pictures" not in request.fixturenames:
-        front.no_plots(monkeypatch)
-
-
-@pytest.fixture
-def pictures():
-    """The test wants the real ones."""
 
 
 # -- words that are wrong ------------------------------------------------------------------------------------------
@@ -335,7 +321,8 @@ def test_a_bug_in_a_method_shows_its_traceback_and_ends_with_code_1(tmp_path, mo
 # -- sweeps --------------------------------------------------------------------------------------------------------
 
 
-def test_a_sweep_gives_one_table_one_plot_and_a_result_a_run_with_weights_loaded_once(tmp_path, monkeypatch, pictures):
+@pytest.mark.usefixtures("pictures")
+def test_a_sweep_gives_one_table_one_plot_and_a_result_a_run_with_weights_loaded_once(tmp_path, monkeypatch):
     loads, references = [], []
     monkeypatch.setattr(load, "load", lambda cfg, real=load.load: loads.append(cfg) or real(cfg))
     from kvlab.tasks import fidelity

@@ -9,27 +9,13 @@ import sys
 
 import front
 import pytest
-from front import FIDELITY, TINY, command, run
+from front import FIDELITY, TINY, command, pictures, run, surroundings  # noqa: F401
 
 from kvlab import names
 from kvlab.cli import main
 from kvlab.report import result as results
 
 INT8 = ("+method=int8", "method.group=16")
-
-
-@pytest.fixture(autouse=True)
-def surroundings(monkeypatch, request):
-    """Wide lines, a cache folder of its own, no pictures except where a test asks for them."""
-    monkeypatch.setenv("COLUMNS", "160")
-    monkeypatch.setenv("KVLAB_PROGRESS", "plain")
-    if "pictures" not in request.fixturenames:
-        front.no_plots(monkeypatch)
-
-
-@pytest.fixture
-def pictures():
-    """The test wants the real ones."""
 
 
 # -- small commands ------------------------------------------------------------------------------------------------

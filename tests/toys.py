@@ -280,3 +280,21 @@ def with_blocks(body: int, tail: int = 0, **args) -> Engine:
     for t in e.cache.classes:
         t.allocate(body + 1, tail + 1 if t.tail is not None else 0)
     return dirty(e)
+
+
+def greedy(tokens: list[int], new: int) -> list[int]:
+    out = list(tokens)
+    for _ in range(new):
+        out.append(next_token(out[-1], len(out) - 1))
+    return out[len(tokens) :]
+
+
+def snapshot(e) -> list:
+    """All books of the cache, as plain values."""
+    out = [list(e.cache.free_rows)]
+    for t in e.cache.classes:
+        for pool in (t.pool, t.tail_pool):
+            if pool is not None:
+                out.append([list(pool.ref), list(pool.state), pool.walk("free"), pool.walk("lru")])
+        out += [a.tolist() for a in (t.body, t.tail, t.n_slots, t.sealed, t.evicted) if a is not None]
+    return out
