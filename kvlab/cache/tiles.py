@@ -20,6 +20,10 @@ Source = Literal["body", "tail", "chunk"]
 # A tile takes part of a bucket's rows in steps of this many: with 4 rows or more a row's bits do not depend on how many
 # others are computed with it, with fewer they do.
 ROWS = 16
+# A decoding tile may end early at these widths: the matrix products of up to MAX_TRIMMED keys give a row the same bits
+# whether the keys beyond are masked or absent (beyond that their blocking changes).
+TRIMMED = (64, 128)
+MAX_TRIMMED = 256
 
 
 @dataclass(frozen=True)
@@ -97,11 +101,25 @@ class TileBuilder:
         if not some.any():
             return []
         first, last = int(lo[some].min()) // self.width, -(-int(hi[some].max()) // self.width)
-        tiles = [self._tile(bucket, source, li, i * self.width, lo, hi) for i in range(first, last)]
+        end = int(hi[some].max())
+        tiles = [
+            self._tile(bucket, source, li, i * self.width, self._trimmed(bucket, end - i * self.width), lo, hi)
+            for i in range(first, last)
+        ]
         return [tile for tile in tiles if tile is not None]
 
-    def _tile(self, bucket: Bucket, source: Source, li: int, start: int, lo: np.ndarray, hi: np.ndarray) -> Tile | None:
-        width, first, last = self.width, 0, bucket.rows
+    def _trimmed(self, bucket: Bucket, need: int) -> int:
+        """Width of a tile of which `need` columns are seen: the last one of decoding rows may be narrower."""
+        if bucket.rows == 1 and self.width <= MAX_TRIMMED:
+            for width in TRIMMED:
+                if need <= width < self.width and width % self.t.block == 0:
+                    return width
+        return self.width
+
+    def _tile(
+        self, bucket: Bucket, source: Source, li: int, start: int, width: int, lo: np.ndarray, hi: np.ndarray
+    ) -> Tile | None:
+        first, last = 0, bucket.rows
         mask = empty = None
         if lo.max() > start or hi.min() < start + width:
             if bucket.rows > ROWS:
@@ -122,13 +140,13 @@ class TileBuilder:
                 empty = self.step.tensor(np.repeat(none[:, :, None], self.G, 2).reshape(*none.shape[:2], -1))
         rows = junk = None
         if source != "chunk":
-            rows = self.step.tensor(self._rows(bucket, source, li, start))
-            junk = self._junk(bucket, source, li, start)
+            rows = self.step.tensor(self._rows(bucket, source, li, start, width))
+            junk = self._junk(bucket, source, li, start, width)
         layer_step = self.t.heads_of_group if self.t.uniform else 0
         return Tile(source, start, width, first, last, rows, layer_step, mask, empty, junk)
 
-    def _rows(self, bucket: Bucket, source: Source, li: int, start: int) -> np.ndarray:
-        t, k = self.t, self.width // self.t.block
+    def _rows(self, bucket: Bucket, source: Source, li: int, start: int, width: int) -> np.ndarray:
+        t, k = self.t, width // self.t.block
         table = t.body if source == "body" else t.tail
         span = table[self.step.cache_rows[bucket.members], :, start // t.block : start // t.block + k]
         blocks = np.zeros((*span.shape[:2], k), np.int64)
@@ -137,15 +155,15 @@ class TileBuilder:
         at = t.layer_in[li][None, :, None] * t.heads_of_group + t.head_in[li][None, :, None]
         return (per_head * (t.layers_of_group * t.heads_of_group) + at).ravel()
 
-    def _junk(self, bucket: Bucket, source: Source, li: int, start: int) -> Tensor | None:
+    def _junk(self, bucket: Bucket, source: Source, li: int, start: int, width: int) -> Tensor | None:
         """Slots of the open block beyond the last token. Sealed blocks are full, so a body behind a tail has none."""
         t, B = self.t, self.t.block
         if source == "body" and t.tail is not None:
             return None
         end = self.growth.after[bucket.members][:, t.group_of[li]]  # [Nb, Hk]
         col = end[..., None] + np.arange(B - 1)
-        bad = (col < -(-end // B)[..., None] * B) & (col >= start) & (col < start + self.width)
+        bad = (col < -(-end // B)[..., None] * B) & (col >= start) & (col < start + width)
         if not bad.any():
             return None
         n, h, j = np.nonzero(bad)
-        return self.step.tensor((n * bad.shape[1] + h) * self.width + col[n, h, j] - start)
+        return self.step.tensor((n * bad.shape[1] + h) * width + col[n, h, j] - start)
