@@ -47,14 +47,14 @@ def overview() -> str:
 
 def speed() -> str:
     """Ratios of the benchmark rows."""
-    out = ["| benchmark | batch x context | side | ms | x transformers |", "|:--|:--|:--|--:|--:|"]
+    out = ["| benchmark | batch x context | side | ms | x transformers | rounds |", "|:--|:--|:--|--:|--:|--:|"]
     for name in ("decode", "continuous", "prefill"):
         path = BENCH / f"{name}.jsonl"
         for row in map(json.loads, path.read_text().splitlines() if path.exists() else []):
             peer = row["side"] == row["peer"]
             out.append(
                 f"| {name} | {row['batch']} x {row['context']:,} | {row['side']} | {row['ms_median']:,.1f} | "
-                f"{'' if peer else format(row['ratio'], '.2f')} |"
+                f"{'' if peer else format(row['ratio'], '.2f')} | {row['rounds']} |"
             )
     return "\n".join(out) + "\n"
 
