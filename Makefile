@@ -6,7 +6,7 @@ PY     := $(VENV)/bin/python
 TORCH  ?= torch==2.13.0
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check soak bench tables clean
+.PHONY: help venv demo test check soak bench kernels sanitize tables clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +40,12 @@ bench: venv  ## speed against transformers; writes benchmarks/results/*.jsonl
 	$(PY) benchmarks/decode.py
 	$(PY) benchmarks/prefill.py
 	$(PY) benchmarks/continuous.py
+
+kernels: venv  ## compile the CPU kernels now, into the user cache (the first run would)
+	$(PY) -m kvlab.kernels.cpu.build
+
+sanitize: venv  ## fuzz the CPU kernels under AddressSanitizer and UBSan (needs g++)
+	$(PY) tests/kernels/cpu/sanitize.py
 
 tables: venv  ## README tables and plots, from the rows in the repo
 	$(PY) experiments/readme.py

@@ -14,6 +14,7 @@ Optional, for speed: attention may run in a basis of the codec's own (a rotated 
     query(layer, q)        q [N, Hk, R, D] -> q in that basis
     read(layer, page)      like decode, but in that basis:  query(q) . read(k) == q . decode(k)
     output(layer, o)       [N, Hk, R, D] back to the model's basis, once, after all sources are joined
+    page_format()          the page as data (kernels/format.py): attention then runs on packed pages, without `read`
 A basis may be wider than D (a sketch beside the codes), as long as query, keys and values of `read` agree on the width.
 """
 
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from kvlab.cache.layout import Geom, Region
 from kvlab.cache.scratch import Scratch
+from kvlab.kernels.format import Format
 
 Page = dict[str, Tensor]
 
@@ -62,6 +64,10 @@ class Codec:
 
     def output(self, layer: int, o: Tensor) -> Tensor:
         return o
+
+    def page_format(self) -> Format | None:
+        """What kernels over packed pages need to know; None = they cannot read these pages."""
+        return None
 
     def static(self) -> dict[str, Tensor]:
         """Method-wide constants that are not per token (rotations, codebooks): listed once in the ledger."""

@@ -11,21 +11,30 @@ One step of the runtime, per layer: `write` (exact post-RoPE k, v go to pages; c
 
 from __future__ import annotations
 
+import ctypes
+import logging
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from kvlab.cache import packed
 from kvlab.cache.compact import compact
 from kvlab.cache.layout import CachePlan, Geom, Group, kv_regions, window_groups
 from kvlab.cache.paged import StepPages
 from kvlab.cache.pages import Pages
 from kvlab.cache.step import PREFILL_LAST, Bucket
+from kvlab.cache.tables import ClassTables
 from kvlab.cache.tiles import Tile
 from kvlab.codec import Codec
 from kvlab.errors import ConfigError
 from kvlab.families.pruner import Evictable, Pruner
 from kvlab.kernels.attention import Partial, mass, merge, partial
+from kvlab.kernels.cpu.attend import Layers
+from kvlab.kernels.cpu.structs import Refused
+from kvlab.kernels.format import exact
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -59,6 +68,8 @@ class Compressor:
     def __init__(self, codec: Codec, pruner: Pruner | None = None) -> None:
         self.codec, self.pruner = codec, pruner
         self.counters = Counters()
+        self.kernels: ctypes.CDLL | None = None  # the CPU kernels' library; None = the torch path
+        self._bound: dict[ClassTables, dict[str, Layers] | None] = {}
 
     @property
     def caps(self) -> Caps:
@@ -80,6 +91,7 @@ class Compressor:
     def plan(self, geom: Geom, block: int) -> CachePlan:
         """Checks that the parts fit each other and the model, and lays out the cache. ConfigError says why not."""
         self.geom, self.block = geom, block
+        self._bound.clear()
         self.codec.setup(geom, block)
         regions = self.codec.regions(geom, block)
         self.names = tuple(r.name for r in regions)  # what a tile of encoded slots is made of
@@ -142,7 +154,8 @@ class Compressor:
         """k, v [1, Hk, T, D] exact, post-RoPE. Encodes them in place, or into the tail, and seals full blocks."""
         p = pages.layer(layer)
         if p.t.tail is None:
-            p.scatter(layer, self.codec.encode(layer, k, v))
+            if not self._append(layer, k, v, p):
+                p.scatter(layer, self.codec.encode(layer, k, v))
             self.counters.encoded_blocks += self.codec.family != "full"
         else:
             p.scatter(layer, {"k": k, "v": v})
@@ -150,6 +163,14 @@ class Compressor:
             self.pruner.wrote(layer, p, k, v, pages)  # before sealing: what a slot carries is sealed with it
         if p.t.tail is not None:
             self._seal(layer, p)
+
+    def _append(self, layer: int, k: Tensor, v: Tensor, p: Pages) -> bool:
+        """Encode by a kernel; False: it is up to the reference (which also says what is wrong with a bad number)."""
+        layers = self._layers(p.t)
+        if layers is None or not layers["body"].writes:
+            return False
+        rows = p.write_rows(layer)
+        return layers["body"].append(p.t.layer_index[layer], k[0].float(), v[0].float(), rows)
 
     def _seal(self, layer: int, p: Pages) -> None:
         """Exact blocks older than the residual window become encoded ones, before anything attends."""
@@ -191,6 +212,8 @@ class Compressor:
 
     def attend_bucket(self, layer: int, q: Tensor, k: Tensor, v: Tensor, p: Pages, bucket: Bucket) -> Partial:
         """q [Nb, Hk, G*rows, D] -> (out, lse) over everything these rows may see."""
+        if (layers := self.packed(p, bucket)) is not None:
+            return self._attend_packed(layer, q, p, bucket, layers)
         joined: dict[bool, Partial | None] = {True: None, False: None}
         inner = self.codec.query(layer, q)
         for tile in p.tiles(bucket, layer):
@@ -203,6 +226,42 @@ class Compressor:
             return joined[False]
         body = (self.codec.output(layer, joined[True][0]), joined[True][1])
         return body if joined[False] is None else merge(body, joined[False])
+
+    def packed(self, p: Pages, bucket: Bucket) -> dict[str, Layers] | None:
+        """Kernels over packed pages for each source that the bucket reads, or None: the torch path."""
+        if p.builder.exact and bucket.prefill and p.t.tail is None:
+            return None
+        return self._layers(p.t)
+
+    def _layers(self, t: ClassTables) -> dict[str, Layers] | None:
+        if self.kernels is None:
+            return None
+        if t not in self._bound:
+            formats = {"body": self.codec.page_format()}
+            if t.tail is not None:
+                formats["tail"] = exact(self.geom.dtype, self.geom.D)
+            bound = None
+            try:
+                if formats["body"] is not None:
+                    bound = {
+                        s: packed.bind(self.kernels, f, t, s, self.geom.G, self.geom.scale)
+                        for s, f in formats.items()
+                    }
+            except Refused as why:
+                log.warning("%s runs on the torch path, which is slower: %s", self.label(), why)
+            self._bound[t] = bound
+        return self._bound[t]
+
+    def _attend_packed(self, layer: int, q: Tensor, p: Pages, bucket: Bucket, layers: dict[str, Layers]) -> Partial:
+        li, q = p.t.layer_index[layer], q.float().contiguous()
+        out, lse = packed.empty(*q.shape)
+        rows = packed.rows_first(q, bucket.rows), packed.rows_first(out, bucket.rows), packed.lse_rows_first(lse, bucket.rows)
+        join = False
+        for source, bound in layers.items():
+            if (seen := packed.view(p, bucket, source)) is not None:
+                bound.attend(li, seen, *rows, join)
+                join = True
+        return out, lse
 
     def _rows(self, q: Tensor, tile: Tile, bucket: Bucket) -> Tensor:
         """The rows of q [Nb, Hk, G*rows, W] that see something of the tile."""
@@ -254,7 +313,10 @@ class Compressor:
         no vote.
 
         Slots are read as they are stored, those of this step too (also when the rows attended to them as they came)."""
-        inner, p = self.codec.query(layer, q), p.stored()
+        p = p.stored()
+        if (layers := self.packed(p, bucket)) is not None:
+            return self._received_packed(layer, q, lse, p, bucket, layers)
+        inner = self.codec.query(layer, q)
         out = []
         for tile in p.tiles(bucket, layer):
             tk, _ = self.read(layer, p, tile, bucket, None, None)
@@ -262,6 +324,16 @@ class Compressor:
             seen = self._rows(lse.unsqueeze(-1), tile, bucket).squeeze(-1)
             w = mass(rows, tk, self.geom.scale, seen, tile.mask, tile.empty, self.geom.G)
             out.append((tile, w))
+        return out
+
+    def _received_packed(self, layer: int, q: Tensor, lse: Tensor, p: Pages, bucket: Bucket, layers: dict[str, Layers]):
+        li, q, lse, out = p.t.layer_index[layer], q.float().contiguous(), lse.contiguous(), []
+        for source, bound in layers.items():
+            if (seen := packed.view(p, bucket, source)) is None:
+                continue
+            tile = p.builder.whole(bucket, source, layer, seen.struct.blocks)
+            rows = packed.rows_first(q, bucket.rows), packed.lse_rows_first(lse, bucket.rows)
+            out.append((tile, bound.mass(li, seen, *rows, tile.width)))
         return out
 
     # -- after the forward pass ----------------------------------------------------------------------------------

@@ -1,10 +1,16 @@
-"""What this machine has to spare right now."""
+"""This machine: what it has to spare right now, and where a user's files may be kept."""
 
 from __future__ import annotations
 
 import os
 import time
 from pathlib import Path
+
+
+def cache_root() -> Path:
+    """`$XDG_CACHE_HOME/kvlab`, or `~/.cache/kvlab`; not created. A relative value is ignored (XDG standard)."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "kvlab"
 
 
 def busy_cores(seconds: float = 0.2) -> int:

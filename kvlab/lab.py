@@ -27,9 +27,9 @@ from kvlab.engine.sequence import Sampling, Sequence
 from kvlab.engine.text import TextStream
 from kvlab.errors import ConfigError
 from kvlab.models.geometry import geometry
+from kvlab.models.lean import runner
 from kvlab.models.load import Loaded, ModelCfg
 from kvlab.models.load import load as load_model
-from kvlab.models.seam import Runner
 
 Prompt = str | list[int]
 
@@ -70,7 +70,7 @@ class Lab:
                 f"runtime.max_len={cfg.max_len} is longer than {loaded.id} was built for ({loaded.max_length}). "
                 f"Use runtime.max_len={loaded.max_length} or less."
             )
-        self.runner = Runner(loaded.model, cfg.min_rows)
+        self.runner = runner(loaded, cfg.step, cfg.weights, cfg.min_rows)
         self.vocab = loaded.model.get_input_embeddings().num_embeddings
         device = str(next(loaded.model.parameters()).device)
         self.engine = Engine(self.runner.forward, compressor, self.geom, cfg, device)

@@ -106,8 +106,10 @@ class Session:
 
     def _runtime_kinds(self, config: Config) -> None:
         from kvlab.engine.config import EngineCfg
+        from kvlab.models.weights import check_kind
         from kvlab.registry import check_types
 
+        check_kind(config["runtime"].get("weights", "model"))
         check_types(EngineCfg, {k: v for k, v in config["runtime"].items() if v is not None}, "runtime.")
 
     def _runtime(self, config: Config, loaded, **least: int):
@@ -214,7 +216,7 @@ class Session:
                 "chat_template_sha256": loaded.chat_template_sha256,
             },
             "attention_backend": "kvlab",
-            "kernels": _kernels(config["model"]["device"]),
+            "kernels": _kernels(config) | _step(config["runtime"], loaded),
             "data": data,
             "protocol": config["protocol"]["name"],
             "ledger": {o.label: {k: v for k, v in o.summary.items() if k in _LEDGER} for o in outcomes.values()},
@@ -311,10 +313,17 @@ def _interval(outcome, full) -> dict[str, float | None]:
     return {"acc_delta_low": estimate.low, "acc_delta_high": estimate.high}
 
 
-def _kernels(device: str) -> dict[str, str]:
+def _kernels(config: Config) -> dict[str, str]:
     from kvlab.kernels import dispatch
 
-    return dispatch.chosen(device)
+    return dispatch.chosen(config["model"]["device"], config["runtime"].get("kernels", "auto"))
+
+
+def _step(runtime: Config, loaded) -> dict[str, str]:
+    """What ran the model: step, weights and how its matrices lie."""
+    from kvlab.models.lean import runner
+
+    return runner(loaded, **{k: runtime[k] for k in ("step", "weights", "min_rows") if k in runtime}).facts
 
 
 def _plain(node: Any) -> Any:

@@ -119,26 +119,29 @@ class Stored(DynamicCache):
 CODECS = [Full("bfloat16"), Full("float16"), Fp8(), Int8(group=16)]
 
 
+@pytest.mark.parametrize(("kernels", "share"), [("off", 0.99), ("auto", 0.7)])
 @pytest.mark.parametrize("codec", CODECS, ids=lambda c: c.label() + getattr(c, "dtype", ""))
 @pytest.mark.parametrize("name", ["tiny_llama", "tiny_gemma"])
-def test_a_stored_type_changes_the_logits_as_rounding_k_and_v_in_transformers_does(name, codec):
+def test_a_stored_type_changes_the_logits_as_rounding_k_and_v_in_transformers_does(name, codec, kernels, share):
     """A query sees the stored form of everything, itself included (prefill_reads=encoded). Fails when the newest token
     or the chunk is read exactly, or when a stored value is rounded twice.
 
     The two runs see keys that differ in the last bit of float32 (2**-24), which moves a code across a rounding boundary
-    once in 2**24 / 2**8 values; such a step is worth 2**-9 of a key, so at most a few rows differ by more than 1e-4."""
+    once in 2**24 / 2**8 values; such a step is worth 2**-9 of a key, so at most a few rows differ by more than 1e-4.
+    The torch path shares transformers' attention kernel and most of its bits; the CPU kernels add in an order of their
+    own, so that every key of a deeper layer differs in its last bits and more of them move."""
     model = tiny_model(name)
     keyword = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     geom = geometry(model, name)
     codec.setup(geom, 16)
-    seqs, logits = score(build(name, codec, chunk=32), PROMPTS, NEW)
+    seqs, logits = score(build(name, codec, chunk=32, kernels=kernels), PROMPTS, NEW)
     exact = total = 0
     for seq, got in zip(seqs, logits):
         want = model(torch.tensor([seq.tokens[:-1]]), **{keyword: Stored(codec)}).logits[0]
         error = (got - want).abs().amax(-1)
         exact, total = exact + int((error <= 1e-4 + 1e-5 * want.abs().max()).sum()), total + len(error)
         assert error.max() < 0.02 * want.abs().max()
-    assert exact >= 0.99 * total, f"{total - exact} of {total} rows differ"
+    assert exact >= share * total, f"{total - exact} of {total} rows differ"
     plain = max((got[: len(want)] - want).abs().max() for got, (_, want) in zip(logits, reference(name)))
     assert plain > 1e-3, "the codec did nothing: this test says nothing"
 

@@ -42,6 +42,7 @@ def test_every_file_imports_from_its_own_floor_or_from_below():
     ("file", "line"),
     [
         ("kernels/affine.py", "from kvlab.cache.layout import Geom"),  # no __init__.py: invisible unless it is a root
+        ("kernels/cpu/build.py", "import kvlab.codec"),  # a folder in it, without one either
         ("cache/tiles.py", "from kvlab.methods.int8 import Int8"),
         ("cache/pool.py", "def hidden():\n    import kvlab.methods.kivi"),  # inside a function it is still an import
         ("engine/engine.py", "import kvlab.methods.full"),

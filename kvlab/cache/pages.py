@@ -13,6 +13,7 @@ from kvlab.cache.scratch import Scratch
 from kvlab.cache.step import Bucket, Step
 from kvlab.cache.tables import ClassTables, Growth
 from kvlab.cache.tiles import Source, Tile, TileBuilder
+from kvlab.kernels.cpu.attend import View
 
 
 class Pages:
@@ -24,6 +25,7 @@ class Pages:
         self._write: Tensor | None = None
         self._stored: Pages | None = None
         self._seal: tuple[Tensor, Tensor, Tensor | None] | None = None
+        self.views: dict[tuple, View | None] = {}  # of packed.view
 
     def arrays(self, source: Source) -> Arrays:
         return self.t.arrays if source == "body" else self.t.tail_arrays

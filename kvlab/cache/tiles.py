@@ -93,6 +93,13 @@ class TileBuilder:
             self._cache[key] = self._build(bucket, source, li)
         return self._cache[key]
 
+    def whole(self, bucket: Bucket, source: Source, layer: int, blocks: int) -> Tile:
+        """The first `blocks` blocks of a source as one tile, without a mask: for kernels that need none."""
+        li, width = 0 if self.t.uniform else self.t.layer_index[layer], blocks * self.t.block
+        rows = self.step.tensor(self._rows(bucket, source, li, 0, width))
+        step = self.t.heads_of_group if self.t.uniform else 0
+        return Tile(source, 0, width, 0, bucket.rows, rows, step, None, None, None)
+
     def _build(self, bucket: Bucket, source: Source, li: int) -> list[Tile]:
         lo, hi = self.visible(bucket, source)
         groups = [0] if self.t.uniform else self.t.group_of[li]

@@ -5,13 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvlab.errors import ConfigError
+from kvlab.kernels.cpu.isa import CHOICES
+
+STEPS = ("auto", "lean", "hf")
 
 
 @dataclass(frozen=True)
 class EngineCfg:
     """block: tokens a block. chunk: prompt tokens of one sequence per step. prefill_reads: what prompt queries see of
-    earlier tokens, "encoded" (the same as decoding sees) or "exact" within their own chunk. See CacheSize for
-    the rest."""
+    earlier tokens, "encoded" (the same as decoding sees) or "exact" within their own chunk. kernels: the variant of the
+    CPU kernels, or "off" for the torch path. step: who runs the model, kvlab's lean step for llama-like models or
+    transformers ("auto": lean where it covers the model). weights: what the lean step's matrices are made of, as loaded
+    or converted (models/weights.py names the kinds). See CacheSize for the rest."""
 
     block: int = 32
     max_seqs: int = 8
@@ -22,11 +27,23 @@ class EngineCfg:
     tile: int = 256
     prefill_reads: str = "encoded"
     min_rows: int = 4  # pad a step to this many rows: with 4, a sequence's bits do not depend on who shares its batch
+    kernels: str = "auto"
+    step: str = "auto"
+    weights: str = "model"
     check: bool = False  # check the cache's invariants after every step
 
     def __post_init__(self) -> None:
         if self.prefill_reads not in ("encoded", "exact"):
             raise ConfigError(f"runtime.prefill_reads={self.prefill_reads!r} is not one of encoded, exact")
+        if self.kernels not in CHOICES:
+            raise ConfigError(f"runtime.kernels={self.kernels!r} is not one of {', '.join(CHOICES)}")
+        if self.step not in STEPS:
+            raise ConfigError(f"runtime.step={self.step!r} is not one of {', '.join(STEPS)}")
+        if self.step == "hf" and self.weights != "model":
+            raise ConfigError(
+                f"runtime.weights={self.weights} needs the lean step: transformers' forward takes the weights as they "
+                "were loaded. Use runtime.step=auto, or load the model in another type (model.dtype=bfloat16)."
+            )
         for name in ("block", "max_seqs", "max_len", "max_batch_tokens", "chunk", "tile", "min_rows"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"runtime.{name}={getattr(self, name)} must be at least 1")

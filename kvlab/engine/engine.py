@@ -23,6 +23,7 @@ from kvlab.engine.sampling import sample
 from kvlab.engine.scheduler import Scheduler, Work
 from kvlab.engine.sequence import Sampling, Sequence, Status
 from kvlab.errors import ConfigError
+from kvlab.kernels import dispatch
 
 Forward = Callable[[Tensor, Tensor, Tensor, Compressor, object], Tensor]
 
@@ -31,6 +32,7 @@ class Engine:
     def __init__(self, forward: Forward, compressor: Compressor, geom, cfg: EngineCfg, device: str = "cpu") -> None:
         self.forward, self.compressor, self.cfg = forward, compressor, cfg
         self.device = torch.device(device)
+        compressor.kernels = dispatch.library(device, cfg.kernels)
         plan = compressor.plan(geom, cfg.block)
         size = CacheSize(cfg.max_seqs, cfg.max_len, cfg.max_batch_tokens, cfg.pool_bytes, cfg.tile)
         self.cache = PagedCache(plan, size, device)

@@ -1,16 +1,25 @@
-"""Which implementation of an op runs on a device, and a place to say so: rows carry it.
+"""Which implementation of an op runs on a device; result rows carry it.
 
-Every op is a torch reference (the definition). A faster one stands beside it under the same name and is chosen here by
-device type; today the reference is the only one, on every device.
+Every op is a torch reference (the definition). A faster one stands beside it and is chosen here: on a CPU the compiled
+kernels of `runtime.kernels`, for everything that they hold (kernels/cpu); else the reference.
 """
 
 from __future__ import annotations
 
+import ctypes
+
+from kvlab.kernels.cpu import lib
+
 OPS = ("attention", "encode", "decode", "select")
-IMPLEMENTATIONS: dict[str, dict[str, str]] = {op: {} for op in OPS}  # op -> {device type: implementation}
+COMPILED = ("attention",)  # what the CPU kernels do
 
 
-def chosen(device: str) -> dict[str, str]:
-    """{op: implementation} for a device such as "cpu" or "cuda:0"."""
-    kind = str(device).split(":")[0]
-    return {op: IMPLEMENTATIONS[op].get(kind, "torch") for op in OPS}
+def library(device: str, kernels: str) -> ctypes.CDLL | None:
+    """The compiled kernels for a device such as "cpu" or "cuda:0", None = torch. Compiles them on the first use ever."""
+    return lib.load(kernels).library if str(device).startswith("cpu") else None
+
+
+def chosen(device: str, kernels: str) -> dict[str, str]:
+    """{op: implementation}"""
+    variant = lib.load(kernels).variant if str(device).startswith("cpu") else "torch"
+    return {op: variant if op in COMPILED and variant != "torch" else "torch" for op in OPS}

@@ -21,6 +21,7 @@ from kvlab.cache.scratch import Scratch
 from kvlab.codec import Codec, Page
 from kvlab.errors import ConfigError
 from kvlab.kernels import fp8, meta
+from kvlab.kernels.format import Format, Side
 
 
 @dataclass
@@ -60,6 +61,10 @@ class Fp8(Codec):
     def _read(self, name: str, page: Page, scratch: Scratch) -> Tensor:
         out = scratch.get(f"fp8.{name}", tuple(page[name].shape), torch.float32)
         return fp8.read(page[name], page[f"{name}_scale"].unsqueeze(-1), self.format, out, scratch.get)
+
+    def page_format(self) -> Format:
+        k, v = (Side(n, self.format, self.geom.D, axis="token", group=self.geom.D, scale=f"{n}_scale", fit="absmax") for n in "kv")
+        return Format((k,), v)
 
     def label(self) -> str:
         return f"fp8 {self.format}"

@@ -19,6 +19,7 @@ from kvlab.cache.scratch import Scratch
 from kvlab.codec import Codec, Page
 from kvlab.errors import ConfigError
 from kvlab.kernels import meta
+from kvlab.kernels.format import Format, exact
 
 
 @dataclass
@@ -56,6 +57,9 @@ class Full(Codec):
             return page["k"], page["v"]
         k, v = (scratch.get(f"full.{n}", tuple(page[n].shape), torch.float32).copy_(page[n]) for n in "kv")
         return k, v
+
+    def page_format(self) -> Format:
+        return exact(self.stored, self.geom.D)
 
     def label(self) -> str:
         return f"full {str(self.stored)[6:]}" if hasattr(self, "stored") else "full"

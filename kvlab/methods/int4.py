@@ -22,6 +22,7 @@ from kvlab.cache.scratch import Scratch
 from kvlab.codec import Codec, Page
 from kvlab.errors import ConfigError
 from kvlab.kernels import affine, lookup, meta, packing
+from kvlab.kernels.format import Format, Side
 
 
 @dataclass
@@ -94,6 +95,16 @@ class Int4(Codec):
 
     def output(self, layer: int, o: Tensor) -> Tensor:
         return torch.empty_like(o).index_copy_(-1, self.channel, o)
+
+    def page_format(self) -> Format:
+        k, v = (
+            Side(
+                n, "codes", self.geom.D, self.bits, self.group, "token", self.group, f"{n}_step", zero=f"{n}_zero",
+                fit="minmax",
+            )
+            for n in "kv"
+        )
+        return Format((k,), v)
 
     def label(self) -> str:
         return f"int{self.bits} g{self.group}"

@@ -19,6 +19,7 @@ from kvlab.cache.layout import Geom, Region
 from kvlab.cache.scratch import Scratch
 from kvlab.codec import Codec, Page
 from kvlab.kernels import affine, meta
+from kvlab.kernels.format import Format, Side
 
 
 @dataclass
@@ -61,6 +62,10 @@ class Int8(Codec):
         out = scratch.get(f"int8.{name}", tuple(codes.shape), torch.float32).copy_(codes)
         out.view(*codes.shape[:-1], -1, self.group).mul_(page[f"{name}_step"].unsqueeze(-1))
         return out
+
+    def page_format(self) -> Format:
+        k, v = (Side(n, "int8", self.geom.D, axis="token", group=self.group, scale=f"{n}_step", fit="absmax") for n in "kv")
+        return Format((k,), v)
 
     def label(self) -> str:
         return f"int8 g{self.group}"

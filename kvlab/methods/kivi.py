@@ -31,6 +31,7 @@ from kvlab.cache.scratch import Scratch
 from kvlab.codec import Codec, Page
 from kvlab.errors import ConfigError
 from kvlab.kernels import affine, lookup, meta, packing
+from kvlab.kernels.format import Format, Side
 
 
 @dataclass
@@ -130,6 +131,11 @@ class Kivi(Codec):
 
     def output(self, layer: int, o: Tensor) -> Tensor:
         return torch.empty_like(o).index_copy_(-1, self.channel_v, o)
+
+    def page_format(self) -> Format:
+        D, g = self.geom.D, self.group
+        k = Side("k", "codes", D, self.bits_k, D, "block", g, "k_step", zero="k_zero")
+        return Format((k,), Side("v", "codes", D, self.bits_v, g, "token", g, "v_step", zero="v_zero"))
 
     def label(self) -> str:
         return f"kivi k{self.bits_k} v{self.bits_v} g{self.group} r{self.residual}"

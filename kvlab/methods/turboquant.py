@@ -42,6 +42,7 @@ from kvlab.cache.scratch import Scratch
 from kvlab.codec import Codec, Page
 from kvlab.errors import ConfigError
 from kvlab.kernels import codebook, lookup, meta, packing, rotation
+from kvlab.kernels.format import Format, Side
 
 CHOICES = {
     "variant": ("mse", "prod"),
@@ -256,6 +257,31 @@ class TurboQuant(Codec):
         z = torch.empty((*o.shape[:-1], self.geom.D), dtype=o.dtype, device=o.device)
         z.index_copy_(-1, self.channel["v"], o[..., : self.geom.D])
         return rotation.inverse(z, self._pi("v", layer)[0])
+
+    # -- attention on packed pages: the rotated basis, channels in order ---------------------------------------------
+    def page_format(self) -> Format:
+        prod = self.variant == "prod"
+        k = [self._side("k", "" if prod else self.scale)] if self.bits["k"] else []
+        if prod:
+            signs = torch.tensor([-self.factor, self.factor])
+            k.append(Side("k_sign", "codes", self.geom.D, 1, self.geom.D, "token", self.geom.D, "k_norm", "k_gamma", table=signs))
+        v = self._side("v", "" if prod else self.scale)
+        turn = [self.pi[0]] if self.bits["k"] else []
+        if self.variant == "prod":
+            turn.append((self.sketch.double() @ self.pi[0].double()).float())
+        return Format(tuple(k), v, self._per_layer(torch.cat(turn, -2).mT), self._per_layer(self.pi[1]))
+
+    def _side(self, role: str, fit: str) -> Side:
+        D, book = self.geom.D, codebook.lloyd_max(self.geom.D, self.bits[role])
+        return Side(
+            role, "codes", D, self.bits[role], D, "token", D, f"{role}_norm", table=self.centroids[role],
+            edges=book.edges.float(), factor=1 / (1 - book.mse), fit=fit,
+        )  # fmt: skip
+
+    def _per_layer(self, m: Tensor) -> Tensor:
+        """[1 | L, (Hk,) ..] -> [L, 1 | Hk, ...]"""
+        m = m if self.share == "head" else m.unsqueeze(1)
+        return m.expand(self.geom.L, -1, -1, -1).contiguous()
 
     # -- reports ---------------------------------------------------------------------------------------------------
     def static(self) -> dict[str, Tensor]:

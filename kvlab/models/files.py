@@ -1,4 +1,4 @@
-"""The user cache folder, file hashes that are not computed twice, and folders that appear whole or not at all.
+"""File hashes that are not computed twice, and folders that appear whole or not at all.
 
 Stamp    `<cache>/sha256/<key of the path>.json` holds a file's digest and what stat said about it then: device, inode,
          size, mtime, ctime. While all five stand, the digest stands. ctime is the sound part: programs put size and
@@ -23,14 +23,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from kvlab.host import cache_root
+
 SETTLE_S = 2.0  # the coarsest clock of a common file system (FAT) ticks every 2 s
 STALE_S = 24 * 3600  # a build folder this old belongs to a process that was killed
-
-
-def cache_root() -> Path:
-    """`$XDG_CACHE_HOME/kvlab`, or `~/.cache/kvlab`; not created. A relative value is ignored (XDG standard)."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "kvlab"
 
 
 def hash_file(path: Path) -> str:

@@ -17,7 +17,7 @@ import contextlib
 import hashlib
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +79,7 @@ class Loaded:
     chat_template_sha256: str | None  # of the template's text; None: the tokenizer has none
     max_length: int  # positions that the model was made for
     eos_ids: tuple[int, ...]  # each of them ends a generation
+    lean: dict = field(default_factory=dict, init=False, repr=False, compare=False)  # the lean step made of it, if any
 
 
 def load(cfg: ModelCfg) -> Loaded:

@@ -86,6 +86,7 @@ class Runner:
 
     def __init__(self, model: nn.Module, min_rows: int = 4) -> None:
         self.min_rows = min_rows
+        self.facts = {"step": "hf", "weights": "model"}  # for result rows
         ALL_ATTENTION_FUNCTIONS.register(NAME, paged_attention)
         model.set_attn_implementation(NAME)
         self.model = model

@@ -135,6 +135,7 @@ def _mixed(results: Sequence[Mapping]) -> list[str]:
     facts = {
         "models": lambda r: [(r.get("model") or {}).get("id")],
         "model dtypes": lambda r: [(r.get("model") or {}).get("dtype")],
+        "weights": lambda r: [(r.get("kernels") or {}).get("weights", "model")],
         "protocols": lambda r: [r.get("protocol")],
         "sets of tasks": lambda r: [",".join(sorted({x["task"] for x in r["rows"]}))],
         "chunk sizes": lambda r: {x["chunk"] for x in r["rows"] if x.get("chunk") is not None},

@@ -1,0 +1,500 @@
+// Softmax attention of query rows over pages, straight from what is stored. Results depend on a row and the slots it sees
+// alone: a decoding row is cut into SPLITs of fixed length that start at slot 0, chunk rows walk TILEs that start at
+// slot 0, and whatever a thread does is one (sequence, head, split) or (sequence, head, rows) by itself.
+#pragma once
+#include <vector>
+
+#include "format.h"
+
+struct kv_format {       // of one layer; made once
+  int32_t size;          // sizeof(kv_format): the caller's idea of it
+  int32_t heads, group;  // Hk kv heads, G query heads each
+  int32_t block, keys;   // tokens a block; sides of K (2 = codes and a sketch beside them)
+  float scale;           // multiplies q.k
+  int32_t dim;           // channels of a query and of an output, D
+  const float *turn, *back;  // the codec's basis, null = the model's: q' = q turn, [1 | Hk, D, width of the keys]; out = o
+  const float* turn_v;           // back, [1 | Hk, width of the values, D]; turn_v its transpose, for writing
+  int64_t turn_head, back_head;  // floats from one head's to the next's, 0 = shared
+  const int32_t* group_of;  // [Hk] row of `table` for each head
+  const int64_t* offset;    // [Hk] block row = id * stride + offset[h]
+  int64_t stride;
+  kv_side k[2], v;
+};
+
+struct kv_view {         // what the rows of some sequences see; made once a step
+  int32_t size;
+  int32_t N, groups, blocks, rows;  // sequences, tables each, blocks a table, rows of the longest sequence
+  const int32_t* table;             // [N, groups, blocks] block ids
+  const int32_t *lo, *hi;           // [N, groups, rows] slots [lo, hi) that a row sees
+  const int32_t *first, *count;     // [N] packed row of the first query, number of queries
+};
+
+namespace {
+constexpr int SPLIT = 256, TILE = 64, ROWS = 96, MAX_R = 4, AHEAD = 64;
+constexpr float LOG2E = 1.44269504088896341f, LN2 = 0.693147180559945309f;
+
+struct Lanes {  // of a side whose scales are finer than one per token
+  bool runs;  // every slot is sixteen channels in a row
+  int32_t group[MAX_SLOTS * 16];
+};
+struct Sides {
+  const Decoder *k[2], *v;
+  Storage store[3];
+  Lanes of[3];
+};
+
+static void open_lanes(const kv_side& s, Lanes& to) {
+  to.runs = true;
+  for (int c = 0; c < s.slots * 16; c++) {
+    to.group[c] = s.channel[c] < 0 || s.axis != KV_TOKEN ? 0 : s.channel[c] / s.group;
+    if (s.channel[c] != s.channel[c & ~15] + (c & 15)) to.runs = false;
+  }
+}
+static void open_sides(const kv_format& f, Sides& s) {
+  for (int i = 0; i < f.keys; i++) s.k[i] = decoder(f.k[i], s.store[i]), open_lanes(f.k[i], s.of[i]);
+  s.v = decoder(f.v, s.store[2]);
+  open_lanes(f.v, s.of[2]);
+}
+static int lanes(const kv_side& s) { return s.slots * 16; }
+static int key_lanes(const kv_format& f) { return lanes(f.k[0]) + (f.keys > 1 ? lanes(f.k[1]) : 0); }
+
+struct Where {  // of one sequence and head
+  const kv_format& f;
+  const int32_t* table;
+  int h;
+  KV_INLINE int64_t row(const Where& w, int slot) { return w.table[slot / w.f.block] * w.f.stride + w.f.offset[w.h]; }
+  KV_INLINE int64_t token(const Where& w, int slot) { return row(w, slot) * w.f.block + slot % w.f.block; }
+};
+
+// One scale (and zero) per token can be applied to scores and probabilities; anything finer goes to the rows.
+KV_INLINE bool folds(const kv_side& s) { return s.axis == KV_TOKEN && s.group == s.width; }
+
+// Rows x = scale * x + (zero + scale * mid): scales per group of channels, or per channel and group of tokens.
+static void scale_rows(const kv_side& s, const Lanes& of, const Where& w, int slot, int n, float* x) {
+  int W = lanes(s), groups = s.width / s.group;
+  float sc[MAX_SLOTS * 16], ze[MAX_SLOTS * 16], tab[2][16];
+  if (s.axis == KV_BLOCK) {
+    for (int t = 0; t < n;) {
+      int64_t at = (Where::row(w, slot + t) * (w.f.block / s.group) + (slot + t) % w.f.block / s.group) * s.width;
+      if (of.runs) {
+        for (int c = 0; c < W; c += 16) {
+          X a = meta_load(s.scale, s.meta, at + s.channel[c]);
+          store(sc + c, a);
+          store(ze + c, s.zero ? fma(a, set1(s.mid), meta_load(s.zero, s.meta, at + s.channel[c])) : set1(0.f));
+        }
+      } else {
+        for (int c = 0; c < W; c++) {
+          int ch = s.channel[c] < 0 ? 0 : s.channel[c];
+          sc[c] = meta_at(s.scale, s.meta, at + ch);
+          ze[c] = s.zero ? meta_at(s.zero, s.meta, at + ch) + sc[c] * s.mid : 0.f;
+        }
+      }
+      for (int end = t + s.group - (slot + t) % s.group; t < n && t < end; t++)
+        for (int c = 0; c < W; c += 16) store(x + t * W + c, fma(load(x + t * W + c), load(sc + c), load(ze + c)));
+    }
+    return;
+  }
+  for (int t = 0; t < n; t++, x += W) {
+    int64_t at = Where::token(w, slot + t) * groups;
+    if (groups > 16) {
+      for (int c = 0; c < W; c++) {
+        int g = of.group[c];
+        float a = meta_at(s.scale, s.meta, at + g);
+        x[c] = x[c] * a + (s.zero ? meta_at(s.zero, s.meta, at + g) + a * s.mid : 0.f);
+      }
+      continue;
+    }
+    for (int g = 0; g < groups; g++) {
+      tab[0][g] = meta_at(s.scale, s.meta, at + g);
+      tab[1][g] = s.zero ? meta_at(s.zero, s.meta, at + g) + tab[0][g] * s.mid : 0.f;
+    }
+    for (int c = 0; c < W; c += 16)
+      store(x + c, fma(load(x + c), permute(tab[0], of.group + c, groups), permute(tab[1], of.group + c, groups)));
+  }
+}
+
+// n tokens of a side (all in one block), as stored; float32 pages are read where they lie.
+static const float* read_rows(const kv_side& s, const Decoder* d, const Lanes& of, const Where& w, int slot, int n, float* buf) {
+  const uint8_t* row = s.codes + Where::token(w, slot) * s.row_bytes;
+  if (s.kind == KV_F32 && s.axis == KV_NONE) return (const float*)row;
+  d->rows(s, row, n, buf);
+  if (s.axis != KV_NONE && !folds(s)) scale_rows(s, of, w, slot, n, buf);
+  return buf;
+}
+
+// Scale and shift of sixteen tokens of a side that folds.
+KV_INLINE void token_scales(const kv_side& s, const Where& w, int slot, X& scale, X& shift) {
+  int64_t at = Where::token(w, slot);
+  scale = meta_load(s.scale, s.meta, at);
+  if (s.scale2) scale = mul(scale, meta_load(s.scale2, s.meta, at));
+  shift = s.zero ? fma(scale, set1(s.mid), meta_load(s.zero, s.meta, at)) : set1(0.f);
+}
+
+static void slot_order(const kv_side& s, const float* q, float by, float* out) {
+  for (int c = 0; c < lanes(s); c++) out[c] = s.channel[c] < 0 ? 0.f : q[s.channel[c]] * by;
+}
+
+KV_INLINE int f_min(int a, int b) { return a < b ? a : b; }
+KV_INLINE int f_max(int a, int b) { return a > b ? a : b; }
+KV_INLINE float f_max(float a, float b) { return a > b ? a : b; }
+
+// scores[r][0..16) = q[r] . x[t] over sixteen rows of W floats.
+template <int R> static void dot16(const float* q, int ldq, const float* x, int W, float* scores, int lds) {
+  constexpr int T = R > 3 ? 2 : 4, L = sizeof(Y) / 4;
+  Y sum[R][16];
+  for (int t = 0; t < 16; t += T, x += T * W) {
+    Y a[R][T];
+    for (int r = 0; r < R; r++)
+      for (int i = 0; i < T; i++) a[r][i] = y_zero();
+    KV_UNROLL(2)
+    for (int c = 0; c < W; c += L) {
+      Y y[R];
+      for (int r = 0; r < R; r++) y[r] = y_load(q + r * ldq + c);
+      for (int i = 0; i < T; i++) {
+        Y u = y_load(x + i * W + c);
+        for (int r = 0; r < R; r++) a[r][i] = y_fma(u, y[r], a[r][i]);
+      }
+    }
+    for (int r = 0; r < R; r++)
+      for (int i = 0; i < T; i++) sum[r][t + i] = a[r][i];
+  }
+  for (int r = 0; r < R; r++) reduce16(sum[r], scores + r * lds);
+}
+
+// acc[r] += p[r][t] x[t] over n rows.
+template <int R> static void mix16(const float* p, int ldp, const float* x, int slots, int n, float* acc, int lda) {
+  for (int s = 0; s < slots; s += 2) {
+    int two = s + 1 < slots;
+    X o[R][2];
+    for (int r = 0; r < R; r++) o[r][0] = load(acc + r * lda + 16 * s), o[r][1] = two ? load(acc + r * lda + 16 * s + 16) : set1(0.f);
+    KV_UNROLL(2)
+    for (int t = 0; t < n; t++) {
+      const float* y = x + (t * slots + s) * 16;
+      X u = load(y), v = two ? load(y + 16) : u;
+      for (int r = 0; r < R; r++) {
+        X w = set1(p[r * ldp + t]);
+        o[r][0] = fma(w, u, o[r][0]), o[r][1] = fma(w, v, o[r][1]);
+      }
+    }
+    for (int r = 0; r < R; r++) {
+      store(acc + r * lda + 16 * s, o[r][0]);
+      if (two) store(acc + r * lda + 16 * s + 16, o[r][1]);
+    }
+  }
+}
+#define KV_ROWS(R, CALL) switch (R) { case 1: CALL(1); break; case 2: CALL(2); break; case 3: CALL(3); break; default: CALL(4); }
+
+// Pages are scattered: the hardware stops at each one's end, so the next ones are asked for by hand, scales too.
+KV_INLINE void prefetch(const uint8_t* p, int64_t bytes) {
+  for (int64_t b = 0; b < bytes; b += 64) KV_PREFETCH(p + b);
+}
+KV_INLINE void prefetch_rows(const kv_side& s, const Where& w, int slot) {
+  const int64_t token = Where::token(w, slot), meta = s.meta == KV_F32 ? 4 : 2;
+  prefetch(s.codes + token * s.row_bytes, 16 * s.row_bytes);
+  if (s.axis == KV_TOKEN) {
+    const int64_t each = s.width / s.group * meta;
+    prefetch(s.scale + token * each, 16 * each);
+    if (s.zero) prefetch(s.zero + token * each, 16 * each);
+    if (s.scale2) prefetch(s.scale2 + token * each, 16 * each);
+  } else if (s.axis == KV_BLOCK && slot % s.group == 0) {
+    const int64_t each = s.width * meta, at = token / s.group;
+    prefetch(s.scale + at * each, each);
+    if (s.zero) prefetch(s.zero + at * each, each);
+  }
+}
+
+// One decoding row of R query heads over the slots [a, b) of one split. out [R, lanes of V] normalised, lse2 [R] base 2.
+static void split_rows(const kv_format& f, const Sides& d, const Where& w, int R, const float* q, int a, int b, float* buf, float* out, float* lse2) {
+  alignas(64) float s[MAX_R][SPLIT];
+  float z[MAX_R];
+  const int first = a & ~15, n = b - first, ldq = key_lanes(f), wv = lanes(f.v);
+  for (int i = 0, at = 0; i < f.keys; at += lanes(f.k[i]), i++) {
+    const kv_side& k = f.k[i];
+    for (int r = 0; r < R; r++) {
+      z[r] = 0.f;
+      for (int c = 0; c < lanes(k); c++) z[r] += q[r * ldq + at + c];
+    }
+    for (int t = 0; t < n; t += 16) {
+      if (t + AHEAD < n) prefetch_rows(k, w, first + t + AHEAD);
+      if (!i) prefetch_rows(f.v, w, first + t);
+      const float* x = read_rows(k, d.k[i], d.of[i], w, first + t, 16, buf);
+      alignas(64) float dots[MAX_R][16];
+#define KV_CALL(N) dot16<N>(q + at, ldq, x, lanes(k), dots[0], 16)
+      KV_ROWS(R, KV_CALL)
+#undef KV_CALL
+      X sc = set1(1.f), sh = set1(0.f);
+      if (folds(k)) token_scales(k, w, first + t, sc, sh);
+      for (int r = 0; r < R; r++) {
+        X y = load(dots[r]);
+        if (folds(k)) y = fma(sh, set1(z[r]), mul(y, sc));
+        store(&s[r][t], i ? add(load(&s[r][t]), y) : y);
+      }
+    }
+  }
+  const int end = (n + 15) & ~15, skip = a - first;
+  for (int r = 0; r < R; r++) {
+    X top = set1(NEG_INF);
+    for (int t = 0; t < end; t += 16) {
+      if (t < skip || t + 16 > n) store(&s[r][t], between(load(&s[r][t]), skip - t, n - t, NEG_INF));
+      top = max(top, load(&s[r][t]));
+    }
+    const float m = hmax(top);
+    X sum = set1(0.f);
+    for (int t = 0; t < end; t += 16) {
+      X p = exp2_of(sub(load(&s[r][t]), set1(m)));
+      if (t < skip || t + 16 > n) p = between(p, skip - t, n - t, 0.f);
+      store(&s[r][t], p);
+      sum = add(sum, p);
+    }
+    const float l = hsum(sum);
+    lse2[r] = m + std::log2(l);
+    X shift = set1(0.f), inv = set1(1.f / l);
+    for (int t = 0; t < end; t += 16) {
+      X p = mul(load(&s[r][t]), inv), sc, sh;
+      if (folds(f.v)) {
+        token_scales(f.v, w, first + t, sc, sh);
+        if (t < skip || t + 16 > n) sc = between(sc, skip - t, n - t, 0.f), sh = between(sh, skip - t, n - t, 0.f);
+        shift = fma(p, sh, shift), p = mul(p, sc);
+      }
+      store(&s[r][t], p);
+    }
+    const float z0 = hsum(shift);
+    for (int c = 0; c < wv; c++) out[r * wv + c] = z0;
+  }
+  for (int t = 0; t < end; t += 16) {
+    const int from = t < skip ? skip - t : 0, to = n - t < 16 ? n - t : 16;
+    const float* x = read_rows(f.v, d.v, d.of[2], w, first + t + from, to - from, buf);
+#define KV_CALL(N) mix16<N>(&s[0][t + from], SPLIT, x, f.v.slots, to - from, out, wv)
+    KV_ROWS(R, KV_CALL)
+#undef KV_CALL
+  }
+}
+
+// C [M, N] (+)= A [M, K] B [K, N], N a multiple of 16. A row's bits do not depend on M.
+template <int M> static void gemm_rows(const float* A, int lda, const float* B, int ldb, int N, int K, float* C, int ldc, bool more) {
+  for (int j = 0; j < N; j += 16) {
+    X c[M];
+    for (int i = 0; i < M; i++) c[i] = more ? load(C + i * ldc + j) : set1(0.f);
+    for (int k = 0; k < K; k++) {
+      X b = load(B + (int64_t)k * ldb + j);
+      for (int i = 0; i < M; i++) c[i] = fma(set1(A[i * lda + k]), b, c[i]);
+    }
+    for (int i = 0; i < M; i++) store(C + i * ldc + j, c[i]);
+  }
+}
+static void gemm(int M, const float* A, int lda, const float* B, int ldb, int N, int K, float* C, int ldc, bool more) {
+  for (; M >= 6; M -= 6, A += 6 * lda, C += 6 * ldc) gemm_rows<6>(A, lda, B, ldb, N, K, C, ldc, more);
+  for (; M; M--, A += lda, C += ldc) gemm_rows<1>(A, lda, B, ldb, N, K, C, ldc, more);
+}
+
+// Slots [a, b) of the tile that starts at `tile`, scaled; [TILE, lanes], other rows zero.
+static void tile_rows(const kv_side& s, const Decoder* d, const Lanes& of, const Where& w, int tile, int a, int b, float* out) {
+  const int W = lanes(s);
+  std::memset(out, 0, sizeof(float) * TILE * W);
+  for (int t = a; t < b;) {
+    int n = f_min(b - t, w.f.block - t % w.f.block);
+    float* to = out + (t - tile) * W;
+    const float* x = read_rows(s, d, of, w, t, n, to);
+    if (x != to) std::memcpy(to, x, sizeof(float) * n * W);
+    if (folds(s))
+      for (int i = 0; i < n; i++) {
+        int64_t at = Where::token(w, t + i);
+        float sc = meta_at(s.scale, s.meta, at) * (s.scale2 ? meta_at(s.scale2, s.meta, at) : 1.f);
+        float sh = s.zero ? meta_at(s.zero, s.meta, at) + sc * s.mid : 0.f;
+        for (int c = 0; c < W; c += 16) store(to + i * W + c, fma(load(to + i * W + c), set1(sc), set1(sh)));
+      }
+    t += n;
+  }
+}
+static void tile_keys(const kv_format& f, const Sides& d, const Where& w, int tile, int a, int b, float* rows, float* turned) {
+  for (int i = 0; i < f.keys; turned += lanes(f.k[i]) * TILE, i++) {
+    tile_rows(f.k[i], d.k[i], d.of[i], w, tile, a, b, rows);
+    transpose(rows, TILE, lanes(f.k[i]), turned);
+  }
+}
+
+struct Buffer {  // grows once per thread
+  std::vector<float> v;
+  float* get(size_t n) {
+    if (v.size() < n + 16) v.resize(n + 16);
+    return v.data() + (16 - ((uintptr_t)v.data() / 4) % 16) % 16;
+  }
+};
+static Buffer& buffer() {
+  static thread_local Buffer b;
+  return b;
+}
+
+struct Queries {  // q [row, head]: where query head h * G + g of packed row t is
+  const float* q;
+  int64_t head, row;
+};
+
+// x [n] times m [n, width] -> out [width]; width a multiple of 16.
+static void times(const float* x, const float* m, int n, int width, float* out) {
+  for (int c = 0; c < width; c += 16) {
+    X sum = set1(0.f);
+    for (int i = 0; i < n; i++) sum = fma(set1(x[i]), load(m + (int64_t)i * width + c), sum);
+    store(out + c, sum);
+  }
+}
+
+// A query head in the codec's basis and slot order, times scale * log2 e.
+static void take(const kv_format& f, const Queries& q, int h, int g, int64_t row, float* out) {
+  const float* from = q.q + (h * f.group + g) * q.head + row * q.row;
+  alignas(64) float turned[MAX_SLOTS * 16];
+  if (f.turn) {
+    times(from, f.turn + h * f.turn_head, f.dim, f.k[0].width + (f.keys > 1 ? f.k[1].width : 0), turned);
+    from = turned;
+  }
+  for (int i = 0; i < f.keys; from += f.k[i].width, out += lanes(f.k[i]), i++) slot_order(f.k[i], from, f.scale * LOG2E, out);
+}
+static void give(const kv_format& f, int h, const float* x, float* out) {
+  alignas(64) float stored[MAX_SLOTS * 16];
+  float* to = f.back ? stored : out;
+  for (int c = 0; c < lanes(f.v); c++)
+    if (f.v.channel[c] >= 0) to[f.v.channel[c]] = x[c];
+  if (f.back) times(stored, f.back + h * f.back_head, f.v.width, f.dim, out);
+}
+
+struct Output {
+  float *out, *lse;  // [row, head, channel], [row, head]
+  int64_t head, row, lse_head, lse_row;
+  bool join;  // they hold a partial over other keys: join it
+};
+
+// o normalised over some keys, lse2 its log2-sum-exp2 (-inf: none) -> the caller's arrays.
+static void finish(const Output& io, const kv_format& f, const float* o, float lse2, int head, int64_t row) {
+  float* out = io.out + head * io.head + row * io.row;
+  float& lse = io.lse[head * io.lse_head + row * io.lse_row];
+  const float mine = lse2 == NEG_INF ? NEG_INF : lse2 * LN2;
+  if (!io.join || lse == NEG_INF) {
+    if (mine == NEG_INF) for (int c = 0; c < f.dim; c++) out[c] = 0.f;
+    else give(f, head / f.group, o, out);
+    lse = mine;
+    return;
+  }
+  if (mine == NEG_INF) return;
+  const float top = lse > mine ? lse : mine, a = std::exp(lse - top), b = std::exp(mine - top), share = b / (a + b);
+  alignas(64) float own[MAX_SLOTS * 16];
+  give(f, head / f.group, o, own);
+  for (int c = 0; c < f.dim; c++) out[c] += share * (own[c] - out[c]);
+  lse = top + std::log(a + b);
+}
+
+static void decode_item(const kv_format& f, const kv_view& s, const Sides& d, const Queries& q, int n, int h, int split, float* part) {
+  const int g0 = f.group_of[h], at = (n * s.groups + g0) * s.rows, wv = lanes(f.v);
+  const int a = f_max(s.lo[at], split * SPLIT), b = f_min(s.hi[at], (split + 1) * SPLIT);
+  float* lse2 = part + f.group * wv;
+  if (a >= b) {
+    for (int g = 0; g < f.group; g++) lse2[g] = NEG_INF;
+    return;
+  }
+  const Where w{f, s.table + (int64_t)(n * s.groups + g0) * s.blocks, h};
+  float *qs = buffer().get(MAX_R * key_lanes(f) + 16 * (size_t)f_max(key_lanes(f), wv)), *rows = qs + MAX_R * key_lanes(f);
+  for (int g = 0; g < f.group; g += MAX_R) {
+    const int R = f_min(MAX_R, f.group - g);
+    for (int r = 0; r < R; r++) take(f, q, h, g + r, s.first[n], qs + r * key_lanes(f));
+    split_rows(f, d, w, R, qs, a, b, rows, part + g * wv, lse2 + g);
+  }
+}
+
+static void join_splits(const kv_format& f, const kv_view& s, const Output& io, int n, int h, int splits, const float* parts, int64_t step) {
+  const int wv = lanes(f.v);
+  float* o = buffer().get(wv);
+  for (int g = 0; g < f.group; g++) {
+    float top = NEG_INF, sum = 0.f;
+    for (int i = 0; i < splits; i++) top = f_max(top, parts[i * step + f.group * wv + g]);
+    for (int c = 0; c < wv; c++) o[c] = 0.f;
+    for (int i = 0; i < splits && top > NEG_INF; i++) {
+      const float* p = parts + i * step;
+      if (p[f.group * wv + g] == NEG_INF) continue;
+      const float e = std::exp2(p[f.group * wv + g] - top);
+      sum += e;
+      for (int c = 0; c < wv; c += 16) store(o + c, fma(set1(e), load(p + g * wv + c), load(o + c)));
+    }
+    for (int c = 0; c < wv && sum > 0; c += 16) store(o + c, mul(load(o + c), set1(1.f / sum)));
+    finish(io, f, o, top == NEG_INF ? NEG_INF : top + std::log2(sum), h * f.group + g, s.first[n]);
+  }
+}
+
+// Rows [r0, r0 + M) of a sequence and head, numbered query * G + g, over all slots that they see.
+static void chunk_item(const kv_format& f, const kv_view& s, const Sides& d, const Queries& q, const Output& io, int n, int h, int r0, int M) {
+  const int G = f.group, g0 = f.group_of[h], wk = key_lanes(f), wv = lanes(f.v);
+  const int32_t *lo = s.lo + (int64_t)(n * s.groups + g0) * s.rows, *hi = s.hi + (int64_t)(n * s.groups + g0) * s.rows;
+  const Where w{f, s.table + (int64_t)(n * s.groups + g0) * s.blocks, h};
+  float* Q = buffer().get((size_t)ROWS * (wk + wv + TILE + 2) + (size_t)TILE * (wk + wv + f_max(wk, wv)));
+  float *O = Q + ROWS * wk, *S = O + ROWS * wv, *m = S + ROWS * TILE, *l = m + ROWS, *K = l + ROWS, *V = K + TILE * wk, *rows = V + TILE * wv;
+  int first = INT32_MAX, end = 0;
+  for (int i = 0; i < M; i++) {
+    const int t = (r0 + i) / G;
+    take(f, q, h, (r0 + i) % G, s.first[n] + t, Q + i * wk);
+    m[i] = NEG_INF, l[i] = 0.f;
+    if (lo[t] < hi[t]) first = f_min(first, lo[t]), end = f_max(end, hi[t]);
+  }
+  std::memset(O, 0, sizeof(float) * M * wv);
+  for (int tile = first / TILE * TILE; tile < end; tile += TILE) {
+    const int a = f_max(first, tile), b = f_min(end, tile + TILE);
+    tile_keys(f, d, w, tile, a, b, rows, K);
+    tile_rows(f.v, d.v, d.of[2], w, tile, a, b, V);
+    gemm(M, Q, wk, K, TILE, TILE, wk, S, TILE, false);
+    for (int i = 0; i < M; i++) {
+      const int t = (r0 + i) / G, from = f_max(lo[t] - tile, 0), to = f_min(hi[t] - tile, TILE);
+      float* p = S + i * TILE;
+      if (from >= to) {
+        std::memset(p, 0, sizeof(float) * TILE);
+        continue;
+      }
+      X top = set1(m[i]), sum = set1(0.f);
+      for (int c = 0; c < TILE; c += 16) {
+        if (from > c || to < c + 16) store(p + c, between(load(p + c), from - c, to - c, NEG_INF));
+        top = max(top, load(p + c));
+      }
+      const float now = hmax(top), keep = l[i] > 0 ? std::exp2(m[i] - now) : 0.f;
+      for (int c = 0; c < TILE; c += 16) {
+        X e = exp2_of(sub(load(p + c), set1(now)));
+        if (from > c || to < c + 16) e = between(e, from - c, to - c, 0.f);
+        store(p + c, e), sum = add(sum, e);
+      }
+      if (keep != 1.f)
+        for (int c = 0; c < wv; c += 16) store(O + i * wv + c, mul(load(O + i * wv + c), set1(keep)));
+      m[i] = now, l[i] = l[i] * keep + hsum(sum);
+    }
+    gemm(M, S, TILE, V, wv, wv, TILE, O, wv, true);
+  }
+  for (int i = 0; i < M; i++) {
+    for (int c = 0; c < wv && l[i] > 0; c += 16) store(O + i * wv + c, mul(load(O + i * wv + c), set1(1.f / l[i])));
+    finish(io, f, O + i * wv, l[i] > 0 ? m[i] + std::log2(l[i]) : NEG_INF, h * G + (r0 + i) % G, s.first[n] + (r0 + i) / G);
+  }
+}
+
+// Attention that slots [tile, tile + TILE) got from the rows of a sequence: sum over queries of exp(logit - lse) -> out [G, columns].
+static void mass_item(const kv_format& f, const kv_view& s, const Sides& d, const Queries& q, const Output& io, int n, int h, int tile, float* out, int columns) {
+  const int G = f.group, g0 = f.group_of[h], wk = key_lanes(f), total = s.count[n] * G;
+  const int32_t *lo = s.lo + (int64_t)(n * s.groups + g0) * s.rows, *hi = s.hi + (int64_t)(n * s.groups + g0) * s.rows;
+  const Where w{f, s.table + (int64_t)(n * s.groups + g0) * s.blocks, h};
+  float* Q = buffer().get((size_t)ROWS * (wk + TILE) + (size_t)TILE * (2 * wk + G));
+  float *S = Q + ROWS * wk, *K = S + ROWS * TILE, *rows = K + TILE * wk, *sum = rows + TILE * wk;
+  int a = tile + TILE, b = tile;
+  for (int t = 0; t < s.count[n]; t++)
+    if (lo[t] < hi[t]) a = f_min(a, f_max(lo[t], tile)), b = f_max(b, f_min(hi[t], tile + TILE));
+  std::memset(sum, 0, sizeof(float) * TILE * G);
+  if (a < b) tile_keys(f, d, w, tile, a, b, rows, K);
+  for (int r0 = 0; r0 < total && a < b; r0 += ROWS) {
+    const int M = f_min(ROWS, total - r0);
+    for (int i = 0; i < M; i++) take(f, q, h, (r0 + i) % G, s.first[n] + (r0 + i) / G, Q + i * wk);
+    gemm(M, Q, wk, K, TILE, TILE, wk, S, TILE, false);
+    for (int i = 0; i < M; i++) {
+      const int t = (r0 + i) / G, from = f_max(lo[t] - tile, 0), to = f_min(hi[t] - tile, TILE), g = (r0 + i) % G;
+      const float lse = io.lse[(h * G + g) * io.lse_head + (s.first[n] + t) * io.lse_row];
+      if (from >= to || lse == INFINITY) continue;
+      for (int c = 0; c < TILE; c += 16) {
+        X e = exp2_of(sub(load(S + i * TILE + c), set1(lse * LOG2E)));
+        if (from > c || to < c + 16) e = between(e, from - c, to - c, 0.f);
+        store(sum + g * TILE + c, add(load(sum + g * TILE + c), e));
+      }
+    }
+  }
+  for (int g = 0; g < G; g++) std::memcpy(out + (int64_t)g * columns + tile, sum + g * TILE, sizeof(float) * f_min(TILE, columns - tile));
+}
+}  // namespace

@@ -1,0 +1,136 @@
+"""Attention of query rows over packed pages on the CPU: the torch reference's partials, without its tiles.
+
+`Layers` binds a page format to the arrays of a cache, once. `View` says what the rows of a step may see, once a step.
+A call then reads codes where they lie; nothing is gathered, and only a few tokens at a time become floats.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvlab.kernels.cpu.structs import CODES, Bound, kv_format, kv_view, prototypes
+from kvlab.kernels.format import Format
+
+_FORMAT, _VIEW = ctypes.sizeof(kv_format), ctypes.sizeof(kv_view)
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """Rows of N sequences and what each sees; keeps its arrays alive.
+
+    table   int32 [N, groups, blocks]  block ids       lo, hi  int32 [N, groups, rows]  slots [lo, hi) of each row
+    first   int32 [N]  where a sequence's first query row is     count  int32 [N]  its rows (1 = a decoding row)
+    """
+
+    struct: kv_view
+    arrays: tuple[np.ndarray, ...]
+
+    @classmethod
+    def of(cls, table: np.ndarray, lo: np.ndarray, hi: np.ndarray, first: np.ndarray, count: np.ndarray) -> View:
+        arrays = tuple(np.ascontiguousarray(a, np.int32) for a in (table, lo, hi, first, count))
+        struct = kv_view(_VIEW, *arrays[0].shape, arrays[1].shape[2], *(a.ctypes.data for a in arrays))
+        return cls(struct, arrays)
+
+    @property
+    def columns(self) -> int:
+        return self.struct.blocks
+
+
+class Layers:
+    """One page format over the arrays of a cache class, for each of its layers.
+
+    arrays      {region: flat tensor, last axis = one token's row}: live storages, which must not move
+    group_of    int [layers, Hk]  table that a head reads       offset  int64 [layers, Hk]  row of (layer, head) in a block
+    stride      rows of a block   capacity  blocks of the pool   layers  the model's number of each, for Format.turn
+    """
+
+    def __init__(
+        self, lib: ctypes.CDLL, fmt: Format, arrays: dict[str, Tensor], block: int, layers: list[int],
+        group_of: np.ndarray, offset: np.ndarray, stride: int, capacity: int, G: int, scale: float,
+    ) -> None:  # fmt: skip
+        self.lib, self.block, self.capacity = prototypes(lib), block, capacity
+        self.bound = Bound(lib, fmt, arrays, block)
+        self.G, self.Hk, self.dim = G, group_of.shape[1], fmt.v.width if fmt.back is None else fmt.back.shape[-1]
+        self.turn, self.back = fmt.turn, fmt.back
+        self.turn_v = None if fmt.back is None else fmt.back.mT.contiguous()
+        self.writes = len(fmt.k) == 1 and bool(fmt.k[0].fit and fmt.v.fit)
+        self.layers = layers
+        self.tokens = capacity * stride * block
+        self.group_of = np.ascontiguousarray(group_of, np.int32)
+        self.offset = np.ascontiguousarray(offset, np.int64)
+        self.formats = [self._format(i, stride, scale) for i in range(len(group_of))]
+        self._work = torch.empty(0)
+        self._checked: kv_view | None = None
+
+    def _format(self, i: int, stride: int, scale: float) -> kv_format:
+        out = kv_format(_FORMAT, self.Hk, self.G, self.block, len(self.bound.k), scale, self.dim)
+        for name in ("turn", "back", "turn_v"):
+            if (m := getattr(self, name)) is not None:
+                setattr(out, name, m[self.layers[i]].data_ptr())
+        for name in ("turn", "back"):
+            if (m := getattr(self, name)) is not None and m.shape[1] > 1:
+                setattr(out, f"{name}_head", m.stride(1))
+        out.group_of, out.offset, out.stride = self.group_of[i].ctypes.data, self.offset[i].ctypes.data, stride
+        for j, side in enumerate(self.bound.k):
+            out.k[j] = side
+        out.v = self.bound.v
+        self._ok("kv_check_format", self.lib.kv_check_format(ctypes.byref(out)))
+        return out
+
+    def attend(self, i: int, view: View, q: Tensor, out: Tensor, lse: Tensor, join: bool = False) -> None:
+        """Fills out and lse, or joins them with what they hold. i: index of the layer in its class.
+
+        q, out float32 [rows, H, D], lse float32 [rows, H]: strided views whose
+        row axis is what View.first counts in; the last axis of q and out is dense.
+        """
+        fmt = self.formats[i]
+        if view.struct is not self._checked:
+            self._ok("kv_check_view", self.lib.kv_check_view(view.struct, self.block, self.capacity))
+            self._checked = view.struct
+            need = self.lib.kv_workspace(fmt, view.struct)
+            if self._work.numel() < need:
+                self._work = torch.empty(need)
+        code = self.lib.kv_attend(
+            fmt, view.struct, q.data_ptr(), q.stride(1), q.stride(0), out.data_ptr(), out.stride(1), out.stride(0),
+            lse.data_ptr(), lse.stride(1), lse.stride(0), join, self._work.data_ptr(), self._work.numel(),
+            torch.get_num_threads(),
+        )  # fmt: skip
+        if code:
+            self._ok("kv_attend", code)
+
+    def append(self, i: int, k: Tensor, v: Tensor, rows: Tensor) -> bool:
+        """Encode k, v float32 [Hk, T, D] (last axis dense) into token rows int64 [Hk * T] of the class's arrays.
+
+        False: a number is not finite or does not fit its type; what those slots hold then means nothing.
+        """
+        bad = self.lib.kv_append(
+            self.formats[i], k.data_ptr(), k.stride(0), k.stride(1), v.data_ptr(), v.stride(0), v.stride(1),
+            rows.data_ptr(), self.tokens, k.shape[1], torch.get_num_threads(),
+        )  # fmt: skip
+        if bad < 0:
+            self._ok("kv_append", bad)
+        return not bad
+
+    def mass(self, i: int, view: View, q: Tensor, lse: Tensor, columns: int) -> Tensor:
+        """Attention weight that each slot received: float32 [N, Hk, G, columns], summed over a sequence's rows.
+
+        q, lse as in `attend`; lse +inf = the row has no vote.
+        """
+        self._ok("kv_check_view", self.lib.kv_check_view(view.struct, self.block, self.capacity))
+        out = torch.empty(view.struct.N, self.Hk, self.G, columns)
+        code = self.lib.kv_mass(
+            self.formats[i], view.struct, q.data_ptr(), q.stride(1), q.stride(0), lse.data_ptr(), lse.stride(1),
+            lse.stride(0), out.data_ptr(), columns, torch.get_num_threads(),
+        )  # fmt: skip
+        self._ok("kv_mass", code)
+        return out
+
+    @staticmethod
+    def _ok(who: str, code: int) -> None:
+        if code:
+            raise ValueError(f"{who}: refused, {CODES.get(code, code)}")

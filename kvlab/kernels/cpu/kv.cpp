@@ -1,0 +1,145 @@
+// C ABI of the CPU kernels: attention over packed pages, and the mass a slot received. No torch, no Python; loaded with
+// ctypes (kernels/cpu/attend.py). Every entry refuses sizes it cannot hold with a negative number and then writes nothing.
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+#include "encode.h"
+
+#ifndef KV_SOURCE_HASH
+#define KV_SOURCE_HASH ""
+#endif
+#if defined(_WIN32)
+#define KV_API extern "C" __declspec(dllexport)
+#else
+#define KV_API extern "C" __attribute__((visibility("default")))
+#endif
+
+enum { KV_OK = 0, KV_BAD_SIZE = -1, KV_BAD_FORMAT = -2, KV_BAD_TABLE = -3, KV_BAD_RANGE = -4, KV_BAD_SPACE = -5 };
+
+KV_API int32_t kv_abi() { return 1; }
+KV_API const char* kv_source_hash() { return KV_SOURCE_HASH; }
+KV_API const char* kv_isa() {
+#if KV_AVX512
+  return "avx512";
+#elif KV_AVX2
+  return "avx2";
+#else
+  return "generic";
+#endif
+}
+
+// Fills channel [1024] and returns the slots of a side, negative when the kernels cannot hold it.
+KV_API int32_t kv_slots(const kv_side* s, int16_t* channel) {
+  if (s->width <= 0 || s->width > 512 || (is_codes(*s) && (s->bits < 1 || s->bits > 8 || s->pack <= 0 || s->pack % 8 || s->width % s->pack))) return KV_BAD_FORMAT;
+  if (is_codes(*s) && s->pack * unit_bytes(s->bits) / 8 > 16 * MAX_UNITS) return KV_BAD_FORMAT;
+  return slot_channels(*s, channel);
+}
+
+static bool side_ok(const kv_side& s, int block) {
+  if (!s.codes || !s.channel || s.slots < 1 || s.slots > MAX_SLOTS || s.kind < KV_F32 || s.kind > KV_TABLE) return false;
+  if (s.kind == KV_TABLE && !s.table) return false;
+  if (s.axis == KV_NONE) return true;
+  if (!s.scale || s.meta > KV_F16 || s.group < 1) return false;
+  return s.axis == KV_TOKEN ? s.width % s.group == 0 : block % s.group == 0;
+}
+
+// Once a layer at set-up, and once a step for a view. capacity: blocks of the pool.
+KV_API int32_t kv_check_format(const kv_format* f) {
+  if (f->size != (int32_t)sizeof(kv_format)) return KV_BAD_SIZE;
+  const int keys = f->k[0].width + (f->keys > 1 ? f->k[1].width : 0);
+  if (f->turn ? keys % 16 : keys != f->dim) return KV_BAD_FORMAT;
+  if (f->back ? f->dim % 16 : f->v.width != f->dim) return KV_BAD_FORMAT;
+  if (f->heads < 1 || f->group < 1 || f->block < 16 || f->block % 16 || f->keys < 1 || f->keys > 2) return KV_BAD_FORMAT;
+  for (int i = 0; i < f->keys; i++)
+    if (!side_ok(f->k[i], f->block)) return KV_BAD_FORMAT;
+  return side_ok(f->v, f->block) ? KV_OK : KV_BAD_FORMAT;
+}
+KV_API int32_t kv_check_view(const kv_view* s, int32_t block, int32_t capacity) {
+  if (s->size != (int32_t)sizeof(kv_view)) return KV_BAD_SIZE;
+  const int64_t tables = (int64_t)s->N * s->groups;
+  for (int64_t i = 0; i < tables * s->blocks; i++)
+    if (s->table[i] < 0 || s->table[i] >= capacity) return KV_BAD_TABLE;
+  for (int n = 0; n < s->N; n++) {
+    if (s->count[n] < 0 || s->count[n] > s->rows) return KV_BAD_RANGE;
+    for (int g = 0; g < s->groups; g++)
+      for (int t = 0; t < s->count[n]; t++) {
+        const int64_t i = ((int64_t)n * s->groups + g) * s->rows + t;
+        if (s->lo[i] < 0 || s->hi[i] > (int64_t)s->blocks * block) return KV_BAD_RANGE;
+      }
+  }
+  return KV_OK;
+}
+
+static int64_t part_floats(const kv_format& f) { return (int64_t)f.group * (lanes(f.v) + 1); }
+static int splits(const kv_format& f, const kv_view& s) { return (int)(((int64_t)s.blocks * f.block + SPLIT - 1) / SPLIT); }
+
+// Floats of scratch that kv_attend needs.
+KV_API int64_t kv_workspace(const kv_format* f, const kv_view* s) {
+  return (int64_t)s->N * f->heads * splits(*f, *s) * part_floats(*f);
+}
+
+// q, out [row, head, channel], lse [row, head] (natural log; zeros and -inf where nothing is seen) of the view's rows.
+// join: out and lse hold a partial over other keys already.
+KV_API int32_t kv_attend(const kv_format* f, const kv_view* s, const float* q, int64_t q_head, int64_t q_row, float* out, int64_t out_head,
+                         int64_t out_row, float* lse, int64_t lse_head, int64_t lse_row, int32_t join, float* work, int64_t work_floats, int32_t threads) {
+  if (f->size != (int32_t)sizeof(kv_format) || s->size != (int32_t)sizeof(kv_view)) return KV_BAD_SIZE;
+  if (work_floats < kv_workspace(f, s)) return KV_BAD_SPACE;
+  Sides d;
+  open_sides(*f, d);
+  const Queries queries{q, q_head, q_row};
+  const Output io{out, lse, out_head, out_row, lse_head, lse_row, join != 0};
+  const int parts = splits(*f, *s), pairs = s->N * f->heads;
+  const int64_t step = part_floats(*f);
+  const int chunks = (s->rows * f->group + ROWS - 1) / ROWS, each = parts > chunks ? parts : chunks;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+#pragma omp for schedule(dynamic, 1)
+    for (int i = 0; i < pairs * each; i++) {
+      const int n = i / each / f->heads, h = i / each % f->heads, j = i % each;
+      if (s->count[n] == 1) {
+        if (j < parts) decode_item(*f, *s, d, queries, n, h, j, work + ((int64_t)(n * f->heads + h) * parts + j) * step);
+      } else if (j * ROWS < s->count[n] * f->group) {
+        const int left = s->count[n] * f->group - j * ROWS;
+        chunk_item(*f, *s, d, queries, io, n, h, j * ROWS, left < ROWS ? left : ROWS);
+      }
+    }
+#pragma omp for schedule(static)
+    for (int i = 0; i < pairs; i++)
+      if (s->count[i / f->heads] == 1) join_splits(*f, *s, io, i / f->heads, i % f->heads, parts, work + (int64_t)i * parts * step, step);
+  }
+  return KV_OK;
+}
+
+// Encodes k, v [T, head, channel] into token rows [heads, T] (slot of each, as in codes). Returns how many vectors hold a
+// number that is not finite or does not fit: their slots are not to be used.
+KV_API int32_t kv_append(const kv_format* f, const float* k, int64_t k_head, int64_t k_row, const float* v, int64_t v_head, int64_t v_row,
+                         const int64_t* rows, int64_t capacity, int32_t T, int32_t threads) {
+  if (f->size != (int32_t)sizeof(kv_format)) return KV_BAD_SIZE;
+  if (f->keys != 1 || !f->k[0].fit || !f->v.fit) return KV_BAD_FORMAT;
+  for (int64_t i = 0; i < (int64_t)f->heads * T; i++)
+    if (rows[i] < 0 || rows[i] >= capacity) return KV_BAD_TABLE;
+  int32_t bad = 0;
+#pragma omp parallel for schedule(static) reduction(+ : bad) num_threads(threads) if (threads > 1 && f->heads * T > 16)
+  for (int i = 0; i < f->heads * T; i++) {
+    const int h = i / T, t = i % T;
+    const float *turn = f->turn ? f->turn + h * f->turn_head : nullptr, *turn_v = f->turn_v ? f->turn_v + h * f->back_head : nullptr;
+    bad += !put(f->k[0], k + h * k_head + t * k_row, turn, rows[i]);
+    bad += !put(f->v, v + h * v_head + t * v_row, turn_v, rows[i]);
+  }
+  return bad;
+}
+
+// mass [N, heads, G, columns]: sum over a sequence's rows of exp(logit - lse); lse +inf = the row has no vote.
+KV_API int32_t kv_mass(const kv_format* f, const kv_view* s, const float* q, int64_t q_head, int64_t q_row, const float* lse, int64_t lse_head,
+                       int64_t lse_row, float* mass, int32_t columns, int32_t threads) {
+  if (f->size != (int32_t)sizeof(kv_format) || s->size != (int32_t)sizeof(kv_view)) return KV_BAD_SIZE;
+  Sides d;
+  open_sides(*f, d);
+  const Queries queries{q, q_head, q_row};
+  const Output io{nullptr, const_cast<float*>(lse), 0, 0, lse_head, lse_row, false};
+  const int tiles = (columns + TILE - 1) / TILE, pairs = s->N * f->heads;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
+  for (int i = 0; i < pairs * tiles; i++)
+    mass_item(*f, *s, d, queries, io, i / tiles / f->heads, i / tiles % f->heads, i % tiles * TILE, mass + (int64_t)(i / tiles) * f->group * columns, columns);
+  return KV_OK;
+}

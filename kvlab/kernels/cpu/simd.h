@@ -1,0 +1,374 @@
+// X: sixteen floats, the one vector type of every kernel: a zmm, two ymm, or an array that the compiler vectorises.
+// Code above this file has no intrinsics. Products and sums are fused where the instruction set has FMA, never elsewhere
+// (-ffp-contract=off), so a result does not depend on which loop the compiler found.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
+#define KV_AVX512 1
+#include <immintrin.h>
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define KV_AVX2 1
+#include <immintrin.h>
+#endif
+#if defined(__GNUC__)
+#define KV_INLINE static inline __attribute__((always_inline))
+#define KV_PREFETCH(p) __builtin_prefetch(p)
+#define KV_UNROLL(n) _Pragma(KV_TEXT(GCC unroll n))
+#define KV_TEXT(x) #x
+#else
+#define KV_INLINE static inline
+#define KV_PREFETCH(p) ((void)(p))
+#define KV_UNROLL(n)
+#endif
+
+namespace {
+constexpr float NEG_INF = -INFINITY;
+
+
+#if KV_AVX512 || KV_AVX2
+KV_INLINE float half_to_float(uint16_t h) { return _cvtsh_ss(h); }
+#else
+KV_INLINE float half_to_float(uint16_t h) {
+  uint32_t sign = (uint32_t)(h & 0x8000) << 16, exp = (h >> 10) & 31, man = h & 1023, bits;
+  float f;
+  if (exp == 0) {  // zero or subnormal: man * 2**-24
+    f = (float)man * 5.9604644775390625e-8f;
+    std::memcpy(&bits, &f, 4);
+    bits |= sign;
+  } else {
+    bits = sign | (exp == 31 ? 0x7F800000u : (exp + 112) << 23) | man << 13;
+  }
+  std::memcpy(&f, &bits, 4);
+  return f;
+}
+#endif
+KV_INLINE float bf16_to_float(uint16_t h) {
+  uint32_t bits = (uint32_t)h << 16;
+  float f;
+  std::memcpy(&f, &bits, 4);
+  return f;
+}
+
+#if KV_AVX512
+struct X { __m512 a; };
+struct Bytes { __m128i a; };  // sixteen bytes
+KV_INLINE X set1(float v) { return {_mm512_set1_ps(v)}; }
+KV_INLINE X load(const float* p) { return {_mm512_loadu_ps(p)}; }
+KV_INLINE void store(float* p, X x) { _mm512_storeu_ps(p, x.a); }
+KV_INLINE X add(X x, X y) { return {_mm512_add_ps(x.a, y.a)}; }
+KV_INLINE X sub(X x, X y) { return {_mm512_sub_ps(x.a, y.a)}; }
+KV_INLINE X mul(X x, X y) { return {_mm512_mul_ps(x.a, y.a)}; }
+KV_INLINE X fma(X x, X y, X z) { return {_mm512_fmadd_ps(x.a, y.a, z.a)}; }
+KV_INLINE X max(X x, X y) { return {_mm512_max_ps(x.a, y.a)}; }
+KV_INLINE float hsum(X x) { return _mm512_reduce_add_ps(x.a); }
+KV_INLINE float hmax(X x) { return _mm512_reduce_max_ps(x.a); }
+KV_INLINE X load_half(const uint16_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
+KV_INLINE X load_bf16(const uint16_t* p) {
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16))};
+}
+KV_INLINE Bytes load_bytes(const uint8_t* p) { return {_mm_loadu_si128((const __m128i*)p)}; }
+KV_INLINE X from_int8(Bytes b) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(b.a))}; }
+KV_INLINE X from_uint8(Bytes b) { return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(b.a))}; }
+template <int SHIFT, int MASK>
+KV_INLINE X from_e_bits(Bytes b) {  // sign-extended byte << SHIFT & MASK, as float16
+  return {_mm512_cvtph_ps(_mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(b.a), SHIFT), _mm256_set1_epi16((short)MASK)))};
+}
+struct Table16 { __m512 t; bool low; };
+KV_INLINE Table16 table16(const float* t, int n) {
+  float full[16];
+  for (int i = 0; i < 16; i++) full[i] = t[i & (n - 1)];
+  return {_mm512_loadu_ps(full), true};
+}
+template <bool LOW> KV_INLINE void look16(Bytes a, Bytes b, const Table16& t, X* out) {
+  out[0].a = _mm512_permutexvar_ps(_mm512_cvtepu8_epi32(a.a), t.t);
+  out[1].a = _mm512_permutexvar_ps(_mm512_cvtepu8_epi32(b.a), t.t);
+}
+KV_INLINE void look32(Bytes a, Bytes b, const Table16& lo, const Table16& hi, X* out) {
+  out[0].a = _mm512_permutex2var_ps(lo.t, _mm512_cvtepu8_epi32(a.a), hi.t);
+  out[1].a = _mm512_permutex2var_ps(lo.t, _mm512_cvtepu8_epi32(b.a), hi.t);
+}
+KV_INLINE X look(Bytes code, const float* t) { return {_mm512_i32gather_ps(_mm512_cvtepu8_epi32(code.a), t, 4)}; }
+KV_INLINE X exp2_in_range(X x) {  // x in [-126, 0]
+  __m512 n = _mm512_roundscale_ps(x.a, 0), f = _mm512_sub_ps(x.a, n);
+  __m512 p = _mm512_set1_ps(1.54660e-4f);
+  for (float c : {1.33904634e-3f, 9.61855426e-3f, 5.55033247e-2f, 0.240226462f, 0.693147182f, 1.f})
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(c));
+  return {_mm512_scalef_ps(p, n)};
+}
+using Y = __m512;  // what the machine holds in one register
+KV_INLINE Y y_zero() { return _mm512_setzero_ps(); }
+KV_INLINE Y y_load(const float* p) { return _mm512_loadu_ps(p); }
+KV_INLINE Y y_fma(Y x, Y y, Y z) { return _mm512_fmadd_ps(x, y, z); }
+KV_INLINE void reduce16(const Y* x, float* out) {
+  for (int i = 0; i < 16; i += 4) {
+    __m128 s[4];
+    for (int j = 0; j < 4; j++) {
+      __m256 h = _mm256_add_ps(_mm512_castps512_ps256(x[i + j]), _mm512_extractf32x8_ps(x[i + j], 1));
+      s[j] = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+    }
+    _mm_storeu_ps(out + i, _mm_hadd_ps(_mm_hadd_ps(s[0], s[1]), _mm_hadd_ps(s[2], s[3])));
+  }
+}
+#elif KV_AVX2
+struct X { __m256 a, b; };
+struct Bytes { __m128i a; };
+KV_INLINE X set1(float v) { __m256 a = _mm256_set1_ps(v); return {a, a}; }
+KV_INLINE X load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+KV_INLINE void store(float* p, X x) { _mm256_storeu_ps(p, x.a); _mm256_storeu_ps(p + 8, x.b); }
+KV_INLINE X add(X x, X y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+KV_INLINE X sub(X x, X y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+KV_INLINE X mul(X x, X y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+KV_INLINE X fma(X x, X y, X z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+KV_INLINE X max(X x, X y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+KV_INLINE float hsum(X x) {
+  __m256 h = _mm256_add_ps(x.a, x.b);
+  __m128 s = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+  s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
+KV_INLINE float hmax(X x) {
+  __m256 h = _mm256_max_ps(x.a, x.b);
+  __m128 s = _mm_max_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+  s = _mm_max_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
+}
+KV_INLINE X load_half(const uint16_t* p) {
+  return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
+}
+KV_INLINE X load_bf16(const uint16_t* p) {
+  __m256i lo = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
+  __m256i hi = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(p + 8)));
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(lo, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(hi, 16))};
+}
+KV_INLINE Bytes load_bytes(const uint8_t* p) { return {_mm_loadu_si128((const __m128i*)p)}; }
+KV_INLINE X from_int8(Bytes b) {
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(b.a)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(b.a, 8)))};
+}
+KV_INLINE X from_uint8(Bytes b) {
+  return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(b.a)), _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(b.a, 8)))};
+}
+template <int SHIFT, int MASK>
+KV_INLINE X from_e_bits(Bytes b) {
+  __m256i h = _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(b.a), SHIFT), _mm256_set1_epi16((short)MASK));
+  return {_mm256_cvtph_ps(_mm256_castsi256_si128(h)), _mm256_cvtph_ps(_mm256_extracti128_si256(h, 1))};
+}
+// The four bytes of sixteen floats, one plane each: a byte shuffle looks 32 codes up at once, exactly. Numbers whose low
+// two bytes are zero (a code minus the middle is one) need half of it.
+struct Table16 { __m256i t[4]; bool low; };
+KV_INLINE Table16 table16(const float* t, int n) {
+  uint8_t b[4][16];
+  Table16 r;
+  r.low = false;
+  for (int i = 0; i < 16; i++) {
+    uint32_t u;
+    std::memcpy(&u, t + (i & (n - 1)), 4);
+    for (int k = 0; k < 4; k++) b[k][i] = (uint8_t)(u >> (8 * k));
+    r.low = r.low || (u & 0xFFFF);
+  }
+  for (int k = 0; k < 4; k++) r.t[k] = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)b[k]));
+  return r;
+}
+KV_INLINE __m256i pair(Bytes a, Bytes b) {  // so that unpacking within lanes leaves floats in order
+  __m256i both = _mm256_inserti128_si256(_mm256_castsi128_si256(a.a), b.a, 1);
+  return _mm256_permutevar8x32_epi32(both, _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7));
+}
+KV_INLINE void join_high(__m256i b2, __m256i b3, X* out) {
+  __m256i zero = _mm256_setzero_si256(), h0 = _mm256_unpacklo_epi8(b2, b3), h1 = _mm256_unpackhi_epi8(b2, b3);
+  out[0].a = _mm256_castsi256_ps(_mm256_unpacklo_epi16(zero, h0));
+  out[0].b = _mm256_castsi256_ps(_mm256_unpackhi_epi16(zero, h0));
+  out[1].a = _mm256_castsi256_ps(_mm256_unpacklo_epi16(zero, h1));
+  out[1].b = _mm256_castsi256_ps(_mm256_unpackhi_epi16(zero, h1));
+}
+KV_INLINE void join(const __m256i* b, X* out) {
+  __m256i l0 = _mm256_unpacklo_epi8(b[0], b[1]), l1 = _mm256_unpackhi_epi8(b[0], b[1]);
+  __m256i h0 = _mm256_unpacklo_epi8(b[2], b[3]), h1 = _mm256_unpackhi_epi8(b[2], b[3]);
+  out[0].a = _mm256_castsi256_ps(_mm256_unpacklo_epi16(l0, h0));
+  out[0].b = _mm256_castsi256_ps(_mm256_unpackhi_epi16(l0, h0));
+  out[1].a = _mm256_castsi256_ps(_mm256_unpacklo_epi16(l1, h1));
+  out[1].b = _mm256_castsi256_ps(_mm256_unpackhi_epi16(l1, h1));
+}
+template <bool LOW> KV_INLINE void look16(Bytes a, Bytes b, const Table16& t, X* out) {
+  __m256i code = pair(a, b), plane[4];
+  for (int k = LOW ? 0 : 2; k < 4; k++) plane[k] = _mm256_shuffle_epi8(t.t[k], code);
+  if (LOW) join(plane, out);
+  else join_high(plane[2], plane[3], out);
+}
+KV_INLINE void look32(Bytes a, Bytes b, const Table16& lo, const Table16& hi, X* out) {
+  __m256i code = pair(a, b), upper = _mm256_slli_epi16(code, 3), plane[4];
+  code = _mm256_and_si256(code, _mm256_set1_epi8(15));
+  for (int k = 0; k < 4; k++)
+    plane[k] = _mm256_blendv_epi8(_mm256_shuffle_epi8(lo.t[k], code), _mm256_shuffle_epi8(hi.t[k], code), upper);
+  join(plane, out);
+}
+KV_INLINE X look(Bytes code, const float* t) {
+  return {_mm256_i32gather_ps(t, _mm256_cvtepu8_epi32(code.a), 4), _mm256_i32gather_ps(t, _mm256_cvtepu8_epi32(_mm_srli_si128(code.a, 8)), 4)};
+}
+KV_INLINE __m256 exp2_in_range(__m256 x) {
+  __m256 n = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), f = _mm256_sub_ps(x, n);
+  __m256 p = _mm256_set1_ps(1.54660e-4f);
+  for (float c : {1.33904634e-3f, 9.61855426e-3f, 5.55033247e-2f, 0.240226462f, 0.693147182f, 1.f})
+    p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(c));
+  return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23)));
+}
+KV_INLINE X exp2_in_range(X x) { return {exp2_in_range(x.a), exp2_in_range(x.b)}; }
+using Y = __m256;  // what the machine holds in one register
+KV_INLINE Y y_zero() { return _mm256_setzero_ps(); }
+KV_INLINE Y y_load(const float* p) { return _mm256_loadu_ps(p); }
+KV_INLINE Y y_fma(Y x, Y y, Y z) { return _mm256_fmadd_ps(x, y, z); }
+KV_INLINE void reduce16(const Y* s, float* out) {
+  for (int i = 0; i < 16; i += 8, s += 8) {
+    __m256 p = _mm256_hadd_ps(_mm256_hadd_ps(s[0], s[1]), _mm256_hadd_ps(s[2], s[3]));
+    __m256 q = _mm256_hadd_ps(_mm256_hadd_ps(s[4], s[5]), _mm256_hadd_ps(s[6], s[7]));
+    _mm256_storeu_ps(out + i, _mm256_add_ps(_mm256_permute2f128_ps(p, q, 0x20), _mm256_permute2f128_ps(p, q, 0x31)));
+  }
+}
+#else
+struct X { float v[16]; };
+struct Bytes { uint8_t v[16]; };
+#define KV_EACH for (int i = 0; i < 16; i++)
+KV_INLINE X set1(float v) { X r; KV_EACH r.v[i] = v; return r; }
+KV_INLINE X load(const float* p) { X r; KV_EACH r.v[i] = p[i]; return r; }
+KV_INLINE void store(float* p, X x) { KV_EACH p[i] = x.v[i]; }
+KV_INLINE X add(X x, X y) { KV_EACH x.v[i] += y.v[i]; return x; }
+KV_INLINE X sub(X x, X y) { KV_EACH x.v[i] -= y.v[i]; return x; }
+KV_INLINE X mul(X x, X y) { KV_EACH x.v[i] *= y.v[i]; return x; }
+KV_INLINE X fma(X x, X y, X z) { KV_EACH z.v[i] += x.v[i] * y.v[i]; return z; }
+KV_INLINE X max(X x, X y) { KV_EACH x.v[i] = x.v[i] > y.v[i] ? x.v[i] : y.v[i]; return x; }
+KV_INLINE float hsum(X x) {
+  for (int n = 8; n; n /= 2) for (int i = 0; i < n; i++) x.v[i] += x.v[i + n];
+  return x.v[0];
+}
+KV_INLINE float hmax(X x) { float m = x.v[0]; KV_EACH m = x.v[i] > m ? x.v[i] : m; return m; }
+KV_INLINE X load_half(const uint16_t* p) { X r; KV_EACH r.v[i] = half_to_float(p[i]); return r; }
+KV_INLINE X load_bf16(const uint16_t* p) { X r; KV_EACH r.v[i] = bf16_to_float(p[i]); return r; }
+KV_INLINE Bytes load_bytes(const uint8_t* p) { Bytes r; std::memcpy(r.v, p, 16); return r; }
+KV_INLINE X from_int8(Bytes b) { X r; KV_EACH r.v[i] = (float)(int8_t)b.v[i]; return r; }
+KV_INLINE X from_uint8(Bytes b) { X r; KV_EACH r.v[i] = (float)b.v[i]; return r; }
+template <int SHIFT, int MASK>
+KV_INLINE X from_e_bits(Bytes b) {
+  X r;
+  KV_EACH r.v[i] = half_to_float((uint16_t)(((uint32_t)(int32_t)(int8_t)b.v[i] << SHIFT) & MASK));
+  return r;
+}
+struct Table16 { float t[16]; bool low; };
+KV_INLINE Table16 table16(const float* t, int n) { Table16 r; r.low = true; KV_EACH r.t[i] = t[i & (n - 1)]; return r; }
+template <bool LOW> KV_INLINE void look16(Bytes a, Bytes b, const Table16& t, X* out) {
+  KV_EACH { out[0].v[i] = t.t[a.v[i] & 15]; out[1].v[i] = t.t[b.v[i] & 15]; }
+}
+KV_INLINE void look32(Bytes a, Bytes b, const Table16& lo, const Table16& hi, X* out) {
+  KV_EACH {
+    out[0].v[i] = (a.v[i] & 16 ? hi : lo).t[a.v[i] & 15];
+    out[1].v[i] = (b.v[i] & 16 ? hi : lo).t[b.v[i] & 15];
+  }
+}
+KV_INLINE X look(Bytes code, const float* t) { X r; KV_EACH r.v[i] = t[code.v[i]]; return r; }
+KV_INLINE X exp2_in_range(X x) {
+  X r;
+  KV_EACH {
+    float n = std::nearbyint(x.v[i]), f = x.v[i] - n, p = 1.54660e-4f;
+    for (float c : {1.33904634e-3f, 9.61855426e-3f, 5.55033247e-2f, 0.240226462f, 0.693147182f, 1.f}) p = p * f + c;
+    int32_t bits;
+    std::memcpy(&bits, &p, 4);
+    bits += (int32_t)n << 23;
+    std::memcpy(&r.v[i], &bits, 4);
+  }
+  return r;
+}
+using Y = X;
+KV_INLINE Y y_zero() { return set1(0.f); }
+KV_INLINE Y y_load(const float* p) { return load(p); }
+KV_INLINE Y y_fma(Y x, Y y, Y z) { return fma(x, y, z); }
+KV_INLINE void reduce16(const Y* x, float* out) { KV_EACH out[i] = hsum(x[i]); }
+#undef KV_EACH
+#endif
+
+// Lanes [from, to) of x, `other` elsewhere.
+KV_INLINE X between(X x, int from, int to, float other) {
+  alignas(64) float v[16];
+  store(v, x);
+  for (int i = 0; i < 16; i++) v[i] = i >= from && i < to ? v[i] : other;
+  return load(v);
+}
+
+// t[at[l]] per lane; n <= 16 entries of t are used, at < n. t has room for sixteen.
+#if KV_AVX512
+KV_INLINE X permute(const float* t, const int32_t* at, int) {
+  return {_mm512_permutexvar_ps(_mm512_loadu_si512(at), _mm512_loadu_ps(t))};
+}
+#elif KV_AVX2
+KV_INLINE X permute(const float* t, const int32_t* at, int n) {
+  __m256i a = _mm256_loadu_si256((const __m256i*)at), b = _mm256_loadu_si256((const __m256i*)(at + 8));
+  __m256 lo = _mm256_loadu_ps(t);
+  X r = {_mm256_permutevar8x32_ps(lo, a), _mm256_permutevar8x32_ps(lo, b)};
+  if (n <= 8) return r;
+  __m256 hi = _mm256_loadu_ps(t + 8);
+  __m256i seven = _mm256_set1_epi32(7);
+  r.a = _mm256_blendv_ps(r.a, _mm256_permutevar8x32_ps(hi, a), _mm256_castsi256_ps(_mm256_cmpgt_epi32(a, seven)));
+  r.b = _mm256_blendv_ps(r.b, _mm256_permutevar8x32_ps(hi, b), _mm256_castsi256_ps(_mm256_cmpgt_epi32(b, seven)));
+  return r;
+}
+#else
+KV_INLINE X permute(const float* t, const int32_t* at, int) {
+  X r;
+  for (int i = 0; i < 16; i++) r.v[i] = t[at[i]];
+  return r;
+}
+#endif
+
+// x [n, width] -> out [width, n]; both multiples of 16 and of 8.
+static inline void transpose(const float* x, int n, int width, float* out) {
+#if KV_AVX2 || KV_AVX512
+  for (int i = 0; i < n; i += 8)
+    for (int j = 0; j < width; j += 8) {
+      __m256 r[8], t[8];
+      for (int k = 0; k < 8; k++) r[k] = _mm256_loadu_ps(x + (i + k) * width + j);
+      for (int k = 0; k < 8; k += 2) t[k] = _mm256_unpacklo_ps(r[k], r[k + 1]), t[k + 1] = _mm256_unpackhi_ps(r[k], r[k + 1]);
+      for (int k = 0; k < 8; k += 4) {
+        r[k] = _mm256_shuffle_ps(t[k], t[k + 2], 0x44), r[k + 1] = _mm256_shuffle_ps(t[k], t[k + 2], 0xEE);
+        r[k + 2] = _mm256_shuffle_ps(t[k + 1], t[k + 3], 0x44), r[k + 3] = _mm256_shuffle_ps(t[k + 1], t[k + 3], 0xEE);
+      }
+      for (int k = 0; k < 4; k++) {
+        _mm256_storeu_ps(out + (j + k) * n + i, _mm256_permute2f128_ps(r[k], r[k + 4], 0x20));
+        _mm256_storeu_ps(out + (j + k + 4) * n + i, _mm256_permute2f128_ps(r[k], r[k + 4], 0x31));
+      }
+    }
+#else
+  for (int i = 0; i < n; i++)
+    for (int j = 0; j < width; j++) out[j * n + i] = x[i * width + j];
+#endif
+}
+
+// Byte arithmetic on packed codes.
+#if KV_AVX512 || KV_AVX2
+KV_INLINE Bytes load_eight(const uint8_t* p) { return {_mm_loadl_epi64((const __m128i*)p)}; }
+template <int S, int MASK>
+KV_INLINE Bytes shift_mask(Bytes b) { return {_mm_and_si128(_mm_srli_epi16(b.a, S), _mm_set1_epi8((char)MASK))}; }
+KV_INLINE Bytes shuffle(Bytes b, const uint8_t* at) { return {_mm_shuffle_epi8(b.a, _mm_loadu_si128((const __m128i*)at))}; }
+template <int VALUE>
+KV_INLINE Bytes where_bit(Bytes b, const uint8_t* bit, Bytes c) {  // c | VALUE in lanes where b & bit
+  __m128i m = _mm_loadu_si128((const __m128i*)bit), hit = _mm_cmpeq_epi8(_mm_and_si128(b.a, m), m);
+  return {_mm_or_si128(c.a, _mm_and_si128(hit, _mm_set1_epi8((char)VALUE)))};
+}
+#else
+KV_INLINE Bytes load_eight(const uint8_t* p) { Bytes r = {}; std::memcpy(r.v, p, 8); return r; }
+template <int S, int MASK>
+KV_INLINE Bytes shift_mask(Bytes b) { for (int i = 0; i < 16; i++) b.v[i] = (b.v[i] >> S) & MASK; return b; }
+KV_INLINE Bytes shuffle(Bytes b, const uint8_t* at) { Bytes r; for (int i = 0; i < 16; i++) r.v[i] = b.v[at[i] & 15]; return r; }
+template <int VALUE>
+KV_INLINE Bytes where_bit(Bytes b, const uint8_t* bit, Bytes c) {
+  for (int i = 0; i < 16; i++) if (b.v[i] & bit[i]) c.v[i] |= VALUE;
+  return c;
+}
+#endif
+
+// Partial rows: only `n` bytes are read, the rest is zero.
+KV_INLINE Bytes load_bytes(const uint8_t* p, int n) {
+  if (n == 8) return load_eight(p);
+  uint8_t b[16] = {};
+  std::memcpy(b, p, (size_t)n);
+  return load_bytes(b);
+}
+KV_INLINE X exp2_of(X x) { return exp2_in_range(max(x, set1(-126.f))); }  // below 2**-126: 2**-126
+}  // namespace

@@ -1,0 +1,156 @@
+"""Attention on packed pages is softmax in float64 over what the codec decodes: every codec, bit width, shape and backend.
+
+A case draws its shape from a generator seeded by its name; `test_the_cases_cover` says that nothing was left out. The
+slots that a case must not read hold garbage (pages.py).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from random import Random
+
+import pages
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pages import VARIANTS, Rows
+
+from kvlab.cache.layout import Geom
+from kvlab.codec import Codec
+from kvlab.kernels.cpu import isa
+from kvlab.names import config, names
+from kvlab.registry import instantiate
+
+DIMS = (32, 64, 80, 96, 112, 128, 256)
+BLOCKS = (16, 32, 64, 128)
+# around a run of 16 tokens, a tile of 64, a split of 256, and the blocks
+LENGTHS = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 129, 255, 256, 257, 512, 600)
+META = ("bfloat16", "float32")
+FORMATS: dict[str, tuple[str, dict]] = {
+    **{f"full {t}": ("full", {"dtype": t}) for t in ("float32", "bfloat16", "float16")},
+    **{f"fp8 {f}": ("fp8", {"format": f}) for f in ("e4m3", "e5m2")},
+    **{f"int8 g{g}": ("int8", {"group": g}) for g in (8, 16, 32, "D")},
+    **{f"int4 {b} g{g}": ("int4", {"bits": b, "group": g}) for b in (2, 3, 4) for g in (8, 16, 32, "D")},
+    **{f"kivi k{b} v{9 - b} g{g}": ("kivi", {"bits_k": b, "bits_v": 9 - b, "group": g})
+       for b in range(1, 9) for g in (16, 32, 64)},
+    **{f"turboquant k{b} v{9 - b}": ("turboquant", {"bits_k": b, "bits_v": 9 - b}) for b in range(1, 9)},
+    **{f"prod k{b} v{b}": ("turboquant", {"bits_k": b, "bits_v": b, "variant": "prod"}) for b in range(1, 9)},
+    **{f"turboquant {o} {v}": ("turboquant", {"share" if o in ("head", "all") else "rotation": o, "variant": v})
+       for o in ("head", "all", "identity", "rht") for v in ("mse", "prod")},
+    **{f"{m} {t}": (m, {"meta_dtype": t, "group": 16}) for m in ("int8", "int4", "kivi") for t in META},
+    **{f"turboquant {t}": ("turboquant", {"norm_dtype": t, "variant": "prod"}) for t in META},
+}  # fmt: skip
+FORMATS |= {n: (n, {}) for n in names() if n != "composed" and isinstance(instantiate(config(n)), Codec)}
+
+
+def fits(method: str, options: dict, D: int, block: int) -> bool:
+    group = (dict(config(method)) | options).get("group", D)
+    group = D if group == "D" else group
+    if options.get("rotation") == "rht" and D & (D - 1):
+        return False
+    return D % group == 0 and (method != "kivi" or block % group == 0)
+
+
+def draw(name: str, i: int) -> dict:
+    """The shape of a case: three sequences, one of them decoding, one with the rows of a chunk, one with either."""
+    r, (method, options) = Random(f"{name} {i}"), FORMATS[name]
+    D, block = r.choice([(d, b) for d in DIMS for b in BLOCKS if fits(method, options, d, b)])
+    lengths = [r.choice(LENGTHS) for _ in range(3)]
+    count = [1, min(lengths[1], r.randint(2, 130)), min(lengths[2], r.choice((0, 1, 2, 70)))]
+    return {
+        "D": D, "block": block, "G": r.randint(1, 12), "Hk": r.randint(1, 3), "lengths": lengths, "count": count,
+        "window": r.choice((None, None, 24, 100, 300)), "ragged": r.random() < 0.3, "shift": r.choice((0.0, 2.0)),
+    }  # fmt: skip
+
+
+CASES = [(name, i) for name in FORMATS for i in range(2)]
+
+
+@lru_cache(maxsize=1)  # every variant of a case in turn
+def made(name: str, i: int):
+    s, (method, options) = draw(name, i), FORMATS[name]
+    options = {k: s["D"] if v == "D" else v for k, v in options.items()}
+    geom = Geom(2, s["Hk"] * s["G"], s["Hk"], s["D"])
+    cache = pages.build(method, geom, s["block"], s["lengths"], i, s["ragged"], shift=s["shift"], **options)
+    rows = Rows.last(s["count"], s["lengths"], s["window"], cache.table.shape[1])
+    cache.spoil(rows)
+    return cache, rows, pages.queries(cache, rows)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("name", "i"), CASES)
+def test_attention_on_packed_pages_is_softmax_over_what_the_codec_decodes(name, i, variant):
+    """Fails for a plane read in another order, a scale of the neighbouring token, group or block, a head that reads
+    another one's table, a slot too many or too few at the edge of a window, and garbage that is multiplied by zero."""
+    library = pages.library(variant)
+    cache, rows, q = made(name, i)
+    layers = cache.layers(library)
+    for layer in (1, 0):
+        pages.assert_exact(cache, rows, q, pages.attend(cache, layers, rows, q, layer), layer)
+
+
+def test_the_cases_cover_every_shape_that_kernels_treat_apart():
+    shapes = [draw(*case) for case in CASES]
+    assert {s["D"] for s in shapes} == set(DIMS) and {s["block"] for s in shapes} == set(BLOCKS)
+    assert {s["G"] for s in shapes} == set(range(1, 13)) and {s["ragged"] for s in shapes} == {True, False}
+    for i, kind in enumerate(("decoding", "a chunk")):
+        assert {s["lengths"][i] for s in shapes} == set(LENGTHS), kind
+    assert len({(s["D"], s["block"]) for s in shapes}) == len(DIMS) * len(BLOCKS)
+    assert any(0 in s["count"] for s in shapes) and any(s["window"] for s in shapes)
+
+
+@st.composite
+def options(draw):
+    """(method, options) of any codec, combinations that nobody would choose included."""
+    method = draw(st.sampled_from(["full", "fp8", "int8", "int4", "kivi", "turboquant"]))
+    any_of, bits, meta = st.sampled_from, st.integers(1, 8), st.sampled_from(["float16", *META])
+    made = {
+        "full": {"dtype": any_of(["float32", "bfloat16", "float16"])},
+        "fp8": {"format": any_of(["e4m3", "e5m2"])},
+        "int8": {"meta_dtype": meta},
+        "int4": {"meta_dtype": meta, "bits": any_of([2, 3, 4])},
+        "kivi": {"meta_dtype": meta, "bits_k": bits, "bits_v": bits},
+        "turboquant": {
+            "norm_dtype": meta, "bits_k": bits, "bits_v": bits, "variant": any_of(["mse", "prod"]),
+            "share": any_of(["all", "layer", "head"]), "rotation": any_of(["haar", "identity"]),
+            "scale": any_of(["none", "norm", "eden_mse", "eden_unbiased"]),
+        },
+    }[method]  # fmt: skip
+    return method, draw(st.fixed_dictionaries(made))
+
+
+@settings(max_examples=50)
+@given(data=st.data())
+def test_any_codec_any_shape_any_rows(data):
+    """The same law where shapes have no pattern: head dims that are no multiple of 32, rows that see any interval."""
+    method, opts = data.draw(options())
+    D, block = data.draw(st.sampled_from([16, 48, *DIMS])), data.draw(st.sampled_from(BLOCKS))
+    if method in ("int8", "int4", "kivi"):
+        opts["group"] = data.draw(st.sampled_from([g for g in (8, 16, 32, 64, D) if D % g == 0 and block % 16 == 0]))
+        if method == "kivi" and (block % opts["group"] or opts["group"] % 16):
+            opts["group"] = 16
+    G, Hk, N = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4))
+    lengths = data.draw(st.lists(st.integers(1, 530), min_size=N, max_size=N))
+    count = [data.draw(st.sampled_from([0, 1, 1, 2, 9])) for _ in lengths]
+    cache = pages.build(method, Geom(1, Hk * G, Hk, D), block, lengths, data.draw(st.integers(0, 99)), **opts)
+    rows = Rows.last([min(c, n) for c, n in zip(count, lengths)], lengths, data.draw(st.sampled_from([None, 1, 77])))
+    cache.spoil(rows)
+    q = pages.queries(cache, rows)
+    for variant in isa.runnable():
+        layers = cache.layers(pages.library(variant))
+        pages.assert_exact(cache, rows, q, pages.attend(cache, layers, rows, q))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e2])
+@pytest.mark.parametrize("method", ["full", "int8", "int4", "kivi", "turboquant", "fp8"])
+def test_the_error_scales_with_the_numbers(method, size, variant):
+    """Fails for anything absolute in a kernel: a floor under a scale, a constant added before a rounding."""
+    cache = pages.build(method, Geom(1, 6, 2, 64), 32, [300, 90], size=size)
+    rows = Rows.last([1, 40], [300, 90])
+    q = pages.queries(cache, rows, size=1 / max(size, 1.0))
+    got = pages.attend(cache, cache.layers(pages.library(variant)), rows, q)
+    want, _, _ = pages.exact(cache, rows, q)
+    error = (got[0] - want).abs().max() / cache.v.square().mean().sqrt()
+    assert error <= 4 * pages.ATOL, f"{error:.1e} of the values"
