@@ -1,7 +1,8 @@
 """Shared by the benchmarks: rounds that interleave the sides, medians, rows with provenance.
 
 One torch thread and process CPU time: two threads on a busy machine wait for each other and measure the neighbours.
-Ratios are against the peer of the same run; absolute times depend on the machine.
+Ratios are against the peer of the same run; absolute times depend on the machine. The whole-step benchmarks measure
+wall time on both cores too: clocks.py.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from statistics import median
 
 RESULTS = Path(__file__).parent / "results"
+_place = {"results": RESULTS}  # --results
 
 
 def arguments(description: str, **defaults) -> argparse.Namespace:
@@ -23,9 +25,14 @@ def arguments(description: str, **defaults) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="small sizes, one round, nothing written")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
     for name, value in defaults.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.quick:
+        args.rounds = 1
+    _place["results"] = args.results
+    return args
 
 
 def setup() -> None:
@@ -36,6 +43,22 @@ def setup() -> None:
     torch.set_grad_enabled(False)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+
+
+def thread_counts() -> tuple[int, ...]:
+    """1 and as many as there are cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return (1, cores) if cores > 1 else (1,)
+
+
+def has_bf16() -> bool:
+    """Does this CPU multiply bfloat16 numbers? Else torch emulates it: a prompt takes 5 times as long as in float32."""
+    import torch
+
+    if torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return True
+    print("this CPU has no bfloat16 products: prompts in bfloat16 are left out")
+    return False
 
 
 def rounds(sides: dict[str, Callable[[], float]], n: int) -> dict[str, list[float]]:
@@ -72,11 +95,13 @@ def report(bench: str, figures: dict[str, list[float]], peer: str, quick: bool, 
             }
         )  # fmt: skip
     if not quick:
-        write(bench, rows)
+        write(bench, rows, ("batch", "context"))
     return rows
 
 
-def write(bench: str, rows: list[dict]) -> None:
+def write(bench: str, rows: list[dict], case: tuple[str, ...] = ()) -> None:
+    """Append rows to <bench>.jsonl; a row of the same key is replaced. case: names of facts that all rows share; older
+    rows that share them too go, so that no two runs stand side by side."""
     from kvlab.report.provenance import provenance
 
     facts = provenance()
@@ -87,15 +112,18 @@ def write(bench: str, rows: list[dict]) -> None:
         "dirty": facts["code"]["dirty"],
         "packages": {k: facts["packages"][k] for k in ("python", "torch", "transformers")},
     }
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{bench}.jsonl"
+    path = _place["results"] / f"{bench}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
     old = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    if case:
+        old = [r for r in old if any(r.get(k) != rows[0][k] for k in case)]
     merged = {_key(r): r for r in old} | {_key(r): r | stamp for r in rows}
     path.write_text("".join(json.dumps(r) + "\n" for r in merged.values()))
 
 
-MEASURED = {"ms_median", "ms_min", "ms_max", "ratio", "load", "time", "cpu", "commit", "dirty", "packages", "rounds"}
+# What a row is about; the rest was measured, or says how.
+KEY = ("bench", "side", "peer", "model", "dtype", "shape", "batch", "context", "block", "chunk")
 
 
 def _key(row: dict) -> str:
-    return json.dumps({k: v for k, v in row.items() if k not in MEASURED}, sort_keys=True)
+    return json.dumps([row.get(k) for k in KEY])

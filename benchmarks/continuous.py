@@ -1,4 +1,4 @@
-"""Decode steps against transformers' continuous batching (`generate_batch`), SmolLM2 fp32, greedy, 8 prompts.
+"""Decode steps against transformers' continuous batching (`generate_batch`), SmolLM2 fp32, greedy, 8 prompts of 256.
 
 A step of the peer is the time between two token timestamps of its requests, after the last request's first token (so
 that no prompt is still being prefilled); ours is the wall time of Engine.step over the same range. Wall time on one
@@ -14,9 +14,12 @@ from statistics import median
 
 import common
 
+PEER = "transformers generate_batch"
+METHODS = ("full", "turboquant")
+
 
 def main() -> None:
-    args = common.arguments(__doc__.splitlines()[0], new=64)
+    args = common.arguments(__doc__.splitlines()[0], length=256, new=24)
     common.setup()
     import torch
     from transformers import GenerationConfig
@@ -25,30 +28,25 @@ def main() -> None:
 
     loaded = load(ModelCfg())
     peer = copy.deepcopy(loaded.model)
-    batch, length, new = (2, 100, 8) if args.quick else (8, 1000, args.new)
+    batch, length, new = (2, 100, 8) if args.quick else (8, args.length, args.new)
     ids = torch.randint(10, 49_000, (batch, length), generator=torch.Generator().manual_seed(0)).tolist()
     config = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    figures: dict[str, list[float]] = {
-        "transformers generate_batch": [],
-        "kvlab full block 16": [],
-        "kvlab full block 64": [],
-    }
+    figures: dict[str, list[float]] = {PEER: [], **{f"kvlab {m}": [] for m in METHODS}}
     equal = None
-    for i in range((1 if args.quick else args.rounds) + 1):
+    for _ in range(args.rounds):
         step, outputs = _peer(peer, ids, config)
-        sides = {"transformers generate_batch": step}
-        for block in (16, 64):
-            sides[f"kvlab full block {block}"], ours = _ours(loaded, block, ids, new)
-            equal = sum(a == b for a, b in zip(outputs, ours))
-        for name, value in sides.items():
-            if i:
-                figures[name].append(value)
+        figures[PEER].append(step)
+        for method in METHODS:
+            step, ours = _ours(loaded, method, ids, new)
+            figures[f"kvlab {method}"].append(step)
+            if method == "full":
+                equal = sum(a == b for a, b in zip(outputs, ours))
     facts = {"batch": batch, "context": length, "model": loaded.id, "dtype": "float32", "equal_outputs": equal}
-    rows = common.report("continuous", figures, "transformers generate_batch", True, **facts)
+    rows = common.report("continuous", figures, PEER, True, **facts)
     for row in rows:
         row["clock"] = "wall, 1 thread"
     if not args.quick:
-        common.write("continuous", rows)
+        common.write("continuous", rows, ("batch", "context"))
 
 
 def _peer(model, ids: list[list[int]], config) -> tuple[float, list[list[int]]]:
@@ -64,13 +62,13 @@ def _peer(model, ids: list[list[int]], config) -> tuple[float, list[list[int]]]:
     return median(gaps), [list(out[k].generated_tokens) for k in order]
 
 
-def _ours(loaded, block: int, ids: list[list[int]], new: int) -> tuple[float, list[list[int]]]:
+def _ours(loaded, method: str, ids: list[list[int]], new: int) -> tuple[float, list[list[int]]]:
     from kvlab import registry
     from kvlab.engine.config import EngineCfg
     from kvlab.engine.sequence import Sampling
     from kvlab.lab import Lab
 
-    lab = Lab(loaded, registry.build("full"), EngineCfg(block=block, max_seqs=len(ids), max_len=len(ids[0]) + new))
+    lab = Lab(loaded, registry.build(method), EngineCfg(max_seqs=len(ids), max_len=len(ids[0]) + new))
     seqs = [lab.engine.add(row, Sampling(max_tokens=new)) for row in ids]
     while not all(s.output for s in seqs):
         lab.engine.step()

@@ -1,84 +1,53 @@
-"""Decode steps through the paged runtime against transformers, SmolLM2 fp32, greedy.
+"""Decode steps by block size and runtime options, against transformers' DynamicCache: SmolLM2 fp32, 1 thread, CPU time.
 
-peer  the model's forward with a DynamicCache, one token a step: what `generate` runs, without its own overhead
-ours  Engine.step: scheduler, block tables, pages, attention, sampling, everything
+peer  the model's forward and argmax, one token a step: what `generate` runs, without its own overhead
+ours  Engine.step: scheduler, block tables, pages, attention, sampling, everything; `hf` runs transformers' forward
+      through the pages instead of the lean step, `torch` leaves out the compiled kernels
 
-Both start from the same prefilled context; steps are interleaved, so that a drift of the machine hits both.
+Both hold random keys and values (ours.py, peers.py); steps are interleaved, so that a drift of the machine hits both.
 """
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 
 import common
+from ours import Ours, setting
+from peers import Peers
+
+PEER = "transformers DynamicCache"
+OPTIONS = {"hf": {"step": "hf"}, "torch": {"kernels": "off"}, "hf torch": {"step": "hf", "kernels": "off"}}
+CASES = [
+    (8, 1000, ("full/16", "full/32", "full/64", "int4/32", "turboquant/16", "turboquant/32", "turboquant/64")),
+    (1, 2000, ("full/32", "turboquant/32", "full/32/hf", "turboquant/32/hf", "full/32/torch", "full/32/hf torch")),
+]
 
 
 def main() -> None:
     args = common.arguments(__doc__.splitlines()[0])
     common.setup()
-    import torch
-    from transformers import DynamicCache
-
     from kvlab.models.load import ModelCfg, load
 
     loaded = load(ModelCfg())
-    peer = copy.deepcopy(loaded.model)
-    lone = {"min_rows": 1, "tile": 512}  # what one stream alone can afford: see EngineCfg.min_rows
-    cases = [
-        (8, 1000, {"full/16": {}, "full/64": {}, "int4/64": {}, "turboquant/64": {}}),
-        (1, 2000, {"full/64": {}, "full/64/lone": lone}),
-    ]
-    if args.quick:
-        cases = [(2, 100, {"full/16": {}, "int4/16": {}})]
-    for batch, length, sides in cases:
-        torch.manual_seed(0)
-        ids = torch.randint(10, 49_000, (batch, length))
-        runs = {"transformers DynamicCache": _peer(peer, ids, DynamicCache)}
-        for side, options in sides.items():
-            method, block, *_ = side.split("/")
-            told = "".join(f", {k} {v}" for k, v in options.items())
-            runs[f"kvlab {method} block {block}{told}"] = _ours(loaded, method, int(block), ids, options)
-        steps = 2 if args.quick else 6
+    peers, ours = Peers(loaded.model), Ours(loaded)
+    for batch, context, sides in [(2, 100, ("full/16", "int4/32"))] if args.quick else CASES:
+        steps = 2 if args.quick else 4
+        room = (steps + 1) * (args.rounds + 1) + 1
+        runs = {PEER: peers.step("DynamicCache fp32", batch, context, room)[0]}
+        for side in sides:
+            method, block, *how = side.split("/")
+            s = setting(method, runtime={"block": int(block)} | (OPTIONS[how[0]] if how else {}))
+            told = "".join(f", {k} {v}" for k, v in s.runtime if k != "block")
+            runs[f"kvlab {method} block {block}{told}"] = ours.lab(s, batch, context, room).engine.step
         figures = common.rounds({k: partial(_steps, r, steps) for k, r in runs.items()}, args.rounds)
-        facts = {"batch": batch, "context": length, "model": loaded.id, "dtype": "float32"}
-        common.report("decode", figures, "transformers DynamicCache", args.quick, **facts)
+        facts = {"batch": batch, "context": context, "model": loaded.id, "dtype": "float32"}
+        common.report("decode", figures, PEER, args.quick, **facts)
 
 
 def _steps(run, n: int) -> float:
-    """CPU seconds per step."""
+    """CPU seconds per step, after one that is not timed."""
+    run()
     return common.cpu(lambda: [run() for _ in range(n)]) / n
-
-
-def _peer(model, ids, make):
-    import torch
-
-    cache = make(config=model.config)
-    with torch.inference_mode():
-        token = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].argmax(-1)[:, None]
-    state = {"token": token}
-
-    def step() -> None:
-        with torch.inference_mode():
-            out = model(state["token"], past_key_values=cache, use_cache=True, logits_to_keep=1)
-            state["token"] = out.logits[:, -1].argmax(-1)[:, None]
-
-    return step
-
-
-def _ours(loaded, method: str, block: int, ids, options: dict):
-    from kvlab import registry
-    from kvlab.engine.config import EngineCfg
-    from kvlab.engine.sequence import Sampling
-    from kvlab.lab import Lab
-
-    batch, length = ids.shape
-    cfg = EngineCfg(block=block, max_seqs=batch, max_len=length + 512, **options)
-    lab = Lab(loaded, registry.build(method), cfg)
-    seqs = [lab.engine.add(row, Sampling(max_tokens=500)) for row in ids.tolist()]
-    while any(s.missing > 1 or not s.output for s in seqs):
-        lab.engine.step()
-    return lab.engine.step
 
 
 if __name__ == "__main__":

@@ -37,7 +37,9 @@ FOOTPRINT = 192_000_000  # bytes of float32 cache, all layers: more than a last-
 
 
 def main() -> None:
-    args = common.arguments(__doc__.splitlines()[0], only="", shapes="SmolLM2-135M,Llama-3-8B", contexts="", blocks="32")
+    args = common.arguments(
+        __doc__.splitlines()[0], only="", shapes="SmolLM2-135M,Llama-3-8B", contexts="", blocks="32"
+    )
     common.setup()
     contexts = [256] if args.quick else [int(c) for c in (args.contexts or "512,2048,8192,32768").split(",")]
     for shape in args.shapes.split(","):
@@ -65,7 +67,9 @@ def run(args, shape: str, context: int, block: int) -> None:
             continue
         sides[f"kvlab {name}"], size[f"kvlab {name}"] = _ours(method, options, q, k, v, layers, block)
     figures = common.rounds({n: partial(_each, f, layers) for n, f in sides.items()}, args.rounds)
-    best = {d: min((n for n in sides if d in n and "folded" in n), key=lambda n: min(figures[n])) for d in ("f32", "bf16")}
+    best = {
+        d: min((n for n in sides if d in n and "folded" in n), key=lambda n: min(figures[n])) for d in ("f32", "bf16")
+    }
     facts = {"shape": shape, "context": context, "block": block, "layers": layers}
     rows = common.report("decode_attention", figures, "torch f32 SDPA", True, **facts)
     for row in rows:

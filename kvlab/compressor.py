@@ -25,7 +25,7 @@ from kvlab.cache.paged import StepPages
 from kvlab.cache.pages import Pages
 from kvlab.cache.step import PREFILL_LAST, Bucket
 from kvlab.cache.tables import ClassTables
-from kvlab.cache.tiles import Tile
+from kvlab.cache.tiles import Source, Tile
 from kvlab.codec import Codec
 from kvlab.errors import ConfigError
 from kvlab.families.pruner import Evictable, Pruner
@@ -69,6 +69,7 @@ class Compressor:
         self.codec, self.pruner = codec, pruner
         self.counters = Counters()
         self.kernels: ctypes.CDLL | None = None  # the CPU kernels' library; None = the torch path
+        self.refusal = ""  # why the kernels do not run this method, once they were asked
         self._bound: dict[ClassTables, dict[str, Layers] | None] = {}
 
     @property
@@ -153,24 +154,21 @@ class Compressor:
     def write(self, layer: int, k: Tensor, v: Tensor, pages: StepPages) -> None:
         """k, v [1, Hk, T, D] exact, post-RoPE. Encodes them in place, or into the tail, and seals full blocks."""
         p = pages.layer(layer)
-        if p.t.tail is None:
-            if not self._append(layer, k, v, p):
-                p.scatter(layer, self.codec.encode(layer, k, v))
-            self.counters.encoded_blocks += self.codec.family != "full"
-        else:
-            p.scatter(layer, {"k": k, "v": v})
+        has_tail = p.t.tail is not None
+        if not self._append(layer, k, v, p, "tail" if has_tail else "body"):
+            p.scatter(layer, {"k": k, "v": v} if has_tail else self.codec.encode(layer, k, v))
+        self.counters.encoded_blocks += not has_tail and self.codec.family != "full"
         if self.pruner is not None and p.t.window is None:
             self.pruner.wrote(layer, p, k, v, pages)  # before sealing: what a slot carries is sealed with it
         if p.t.tail is not None:
             self._seal(layer, p)
 
-    def _append(self, layer: int, k: Tensor, v: Tensor, p: Pages) -> bool:
-        """Encode by a kernel; False: it is up to the reference (which also says what is wrong with a bad number)."""
+    def _append(self, layer: int, k: Tensor, v: Tensor, p: Pages, to: Source) -> bool:
+        """Write by a kernel; False: it is up to the reference (which also says what is wrong with a bad number)."""
         layers = self._layers(p.t)
-        if layers is None or not layers["body"].writes:
+        if layers is None or not layers[to].appends:
             return False
-        rows = p.write_rows(layer)
-        return layers["body"].append(p.t.layer_index[layer], k[0].float(), v[0].float(), rows)
+        return layers[to].append(p.t.layer_index[layer], k[0].float(), v[0].float(), p.write_rows(layer))
 
     def _seal(self, layer: int, p: Pages) -> None:
         """Exact blocks older than the residual window become encoded ones, before anything attends."""
@@ -179,6 +177,9 @@ class Compressor:
             return
         src, dst, real = rows
         tail, body = p.t.tail_arrays, p.t.arrays
+        if real is None and self._seal_packed(layer, p, src, dst):
+            self.counters.encoded_blocks += len(dst)
+            return
         Hk, B, D = self.geom.Hk, self.block, self.geom.D
         k, v = (tail.block_rows[n].index_select(0, src).view(-1, Hk, B, D) for n in ("k", "v"))
         values = self.codec.encode(layer, k, v)
@@ -191,6 +192,13 @@ class Compressor:
             flat.index_copy_(0, dst if real is None else dst[real], value if real is None else value[real])
         self.counters.encoded_blocks += len(dst)
 
+    def _seal_packed(self, layer: int, p: Pages, src: Tensor, dst: Tensor) -> bool:
+        """Seal by a kernel; False: it is up to the reference."""
+        layers, tail = self._layers(p.t), p.t.tail_arrays
+        if layers is None or not layers["body"].seals or len(tail.data) > 2 or self.geom.dtype != torch.float32:
+            return False
+        return layers["body"].seal(p.t.layer_index[layer], tail.block_rows["k"], tail.block_rows["v"], src, dst)
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, pages: StepPages) -> Tensor:
         """q [1, H, T, D], k, v [1, Hk, T, D] of this step (exact). Returns [1, T, H, D]."""
         p = pages.layer(layer)
@@ -198,11 +206,15 @@ class Compressor:
         rows_q = q[0].transpose(0, 1)  # [T, H, D]
         out = torch.empty((1, p.step.T, H, D), dtype=q.dtype, device=q.device)
         for bucket in p.step.buckets:
+            watched = self.pruner is not None and p.t.window is None and self.pruner.watches(bucket)
+            if not watched and q.dtype == torch.float32 and (layers := self.packed(p, bucket)) is not None:
+                self._attend_rows(layer, rows_q, out[0], p, bucket, layers)
+                continue
             n, r = len(bucket.members), bucket.rows
             folded = rows_q.index_select(0, bucket.take).view(n, r, H // G, G, D)
             folded = folded.permute(0, 2, 3, 1, 4).reshape(n, H // G, G * r, D)
             o, lse = self.attend_bucket(layer, folded, k, v, p, bucket)
-            if self.pruner is not None and p.t.window is None:
+            if watched:
                 self.pruner.attended(layer, self, p, bucket, folded, lse, pages)
             o = o.view(n, H // G, G, r, D).permute(0, 3, 1, 2, 4).reshape(n * r, H, D)
             if bucket.keep is not None:
@@ -244,21 +256,34 @@ class Compressor:
             try:
                 if formats["body"] is not None:
                     bound = {
-                        s: packed.bind(self.kernels, f, t, s, self.geom.G, self.geom.scale)
-                        for s, f in formats.items()
+                        s: packed.bind(self.kernels, f, t, s, self.geom.G, self.geom.scale) for s, f in formats.items()
                     }
             except Refused as why:
-                log.warning("%s runs on the torch path, which is slower: %s", self.label(), why)
+                self.refusal = f"{self.label()} runs on the torch path, which is slower: {why}"
+                log.warning(self.refusal)
             self._bound[t] = bound
         return self._bound[t]
+
+    def _attend_rows(self, layer: int, q: Tensor, out: Tensor, p: Pages, bucket: Bucket, layers: dict[str, Layers]):
+        """q, out float32 [T, H, D]: the bucket's rows where they lie."""
+        lse = torch.empty(q.shape[:2])
+        join = False
+        for source, bound in layers.items():
+            if (seen := packed.view(p, bucket, source, folded=False)) is not None:
+                bound.attend(p.t.layer_index[layer], seen, q, out, lse, join)
+                join = True
 
     def _attend_packed(self, layer: int, q: Tensor, p: Pages, bucket: Bucket, layers: dict[str, Layers]) -> Partial:
         li, q = p.t.layer_index[layer], q.float().contiguous()
         out, lse = packed.empty(*q.shape)
-        rows = packed.rows_first(q, bucket.rows), packed.rows_first(out, bucket.rows), packed.lse_rows_first(lse, bucket.rows)
+        rows = (
+            packed.rows_first(q, bucket.rows),
+            packed.rows_first(out, bucket.rows),
+            packed.lse_rows_first(lse, bucket.rows),
+        )
         join = False
         for source, bound in layers.items():
-            if (seen := packed.view(p, bucket, source)) is not None:
+            if (seen := packed.view(p, bucket, source, folded=True)) is not None:
                 bound.attend(li, seen, *rows, join)
                 join = True
         return out, lse
@@ -329,7 +354,7 @@ class Compressor:
     def _received_packed(self, layer: int, q: Tensor, lse: Tensor, p: Pages, bucket: Bucket, layers: dict[str, Layers]):
         li, q, lse, out = p.t.layer_index[layer], q.float().contiguous(), lse.contiguous(), []
         for source, bound in layers.items():
-            if (seen := packed.view(p, bucket, source)) is None:
+            if (seen := packed.view(p, bucket, source, folded=True)) is None:
                 continue
             tile = p.builder.whole(bucket, source, layer, seen.struct.blocks)
             rows = packed.rows_first(q, bucket.rows), packed.lse_rows_first(lse, bucket.rows)

@@ -143,8 +143,11 @@ class Session:
         from kvlab.lab import Lab
         from kvlab.tasks.base import Bench
 
+        used = []
+
         def lab(of: Any, **least: int) -> Lab:
-            return Lab(loaded, registry.build(of), self._runtime(config, loaded, **least))
+            used.append(registry.build(of))
+            return Lab(loaded, used[-1], self._runtime(config, loaded, **least))
 
         task = importlib.import_module(f"kvlab.tasks.{config['task']['name']}")
         bench = Bench(
@@ -165,6 +168,7 @@ class Session:
         for row in outcome.rows + outcome.documents:
             row.update(method=compressor.label())
         outcome.label, outcome.family = compressor.label(), compressor.family
+        outcome.warnings = sorted({c.refusal for c in used if c.refusal})
         return outcome
 
     def _baseline(self, config: Config, loaded):
@@ -223,7 +227,7 @@ class Session:
             "per_request": "documents.jsonl",
             "rows": rows,
             "summary": summary,
-            "warnings": [],
+            "warnings": sorted({w for o in outcomes.values() for w in o.warnings}),
         }
 
     def _write(self, body: dict, outcomes: dict, folder: Path, config: Config, tracker, results) -> None:

@@ -250,6 +250,17 @@ def test_a_run_prints_its_table_and_writes_files_that_agree_with_it(tmp_path):
     assert body["kernels"] and body["packages"]["torch"] and body["model"]["id"] == "tiny_llama"
 
 
+def test_a_result_says_which_kernels_ran_and_why_a_method_did_without(tmp_path):
+    """Fails when a row claims kernels that refused its pages: blocks of 8 tokens are not a multiple of 16."""
+    kernels = run(tmp_path / "a", *FIDELITY, *INT8).result
+    assert kernels["kernels"]["attention"] in ("avx512", "avx2", "generic") and kernels["warnings"] == []
+    assert run(tmp_path / "b", *FIDELITY, *INT8, "runtime.kernels=off").result["kernels"]["attention"] == "torch"
+    small = run(tmp_path / "c", *FIDELITY, *INT8, "runtime.block=8", "runtime.tile=64").result
+    assert [w.split(",")[0] for w in small["warnings"]] == [
+        "full float32 runs on the torch path", "int8 g16 runs on the torch path",
+    ]  # fmt: skip
+
+
 def test_the_ledger_columns_of_a_row_add_up(tmp_path):
     row = run(tmp_path, *FIDELITY, "+method=kivi", "method.group=16", "method.residual=16").result["summary"][1]
     parts = sum(row[k] for k in ("payload", "metadata", "residual", "tables", "fragmentation"))

@@ -26,14 +26,24 @@ def bind(lib: ctypes.CDLL, fmt: Format, t: ClassTables, source: Source, G: int, 
     flat = {n: arrays.token_rows.get(n, rows) for n, rows in arrays.block_rows.items()}
     offset = t.layer_in * t.heads_of_group + t.head_in
     return Layers(
-        lib, fmt, flat, t.block, t.layers, t.group_of, offset, t.layers_of_group * t.heads_of_group, pool.n_blocks, G, scale
+        lib,
+        fmt,
+        flat,
+        t.block,
+        t.layers,
+        t.group_of,
+        offset,
+        t.layers_of_group * t.heads_of_group,
+        pool.n_blocks,
+        G,
+        scale,
     )
 
 
-def view(p: Pages, bucket: Bucket, source: Source) -> View | None:
-    """What the bucket's rows see of a source, made once a step; None = nothing. Query rows are folded, [Nb, H, rows]:
-    sequence n's start at n * H * rows."""
-    key = (id(bucket), source)
+def view(p: Pages, bucket: Bucket, source: Source, folded: bool) -> View | None:
+    """What the bucket's rows see of a source, made once a step; None = nothing. folded: query rows come as [Nb, H, rows],
+    so that sequence n's start at n * H * rows; else they are the packed rows of the step."""
+    key = (id(bucket), source, folded)
     if key not in p.views:
         t, m = p.t, bucket.members
         lo, hi = p.builder.visible(bucket, source)
@@ -42,7 +52,7 @@ def view(p: Pages, bucket: Bucket, source: Source) -> View | None:
         end = int(hi.max())
         table = t.body if source == "body" else t.tail
         span = table[p.step.cache_rows[m], :, : -(-end // t.block)]
-        first = np.arange(len(m)) * (p.builder.G * p.heads * bucket.rows)
+        first = np.arange(len(m)) * (p.builder.G * p.heads * bucket.rows) if folded else p.step.cu[m]
         p.views[key] = View.of(span, lo, hi, first, p.step.q_len[m]) if end else None
     return p.views[key]
 

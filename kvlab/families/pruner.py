@@ -132,14 +132,14 @@ class Pruner:
             return ()
         return (Region("q_window", geom.dtype, (geom.H, self.window, geom.D), role="metadata"),)
 
+    def watches(self, bucket: Bucket) -> bool:
+        """Whether `attended` has something to do for these rows."""
+        return self.window > 0 and bucket.prefill
+
     def attended(
         self, layer: int, comp: Compressor, p: Pages, bucket: Bucket, q: Tensor, lse: Tensor, pages: StepPages
     ) -> None:
-        """After a bucket's attention: q [Nb, Hk, G*rows, D], lse [Nb, Hk, G*rows]."""
-        if self.window and bucket.prefill:
-            self._remember(layer, p, bucket, q, pages)
-
-    def _remember(self, layer: int, p: Pages, bucket: Bucket, q: Tensor, pages: StepPages) -> None:
+        """After the attention of a bucket that it watches: q [Nb, Hk, G*rows, D], lse [Nb, Hk, G*rows]."""
         step, m, W = p.step, bucket.members, self.window
         at = np.arange(bucket.rows)[None]
         slot = step.start[m][:, None] + at - (step.context[m][:, None] - W)

@@ -11,7 +11,7 @@ import ctypes
 from kvlab.kernels.cpu import lib
 
 OPS = ("attention", "encode", "decode", "select")
-COMPILED = ("attention",)  # what the CPU kernels do
+COMPILED = ("attention", "encode")  # what the CPU kernels do
 
 
 def library(device: str, kernels: str) -> ctypes.CDLL | None:

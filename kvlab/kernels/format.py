@@ -55,12 +55,14 @@ class Format:
 
     turn   float32 [layers, 1 | Hk, D, sum of key widths]   a query there is q @ turn       None = the model's own basis
     back   float32 [layers, 1 | Hk, width of v, D]          an output here is o @ back
+    valid  region uint8 [B], or None: 0 = the slot is a hole that no query sees
     """
 
     k: tuple[Side, ...]
     v: Side
     turn: Tensor | None = None
     back: Tensor | None = None
+    valid: str | None = None
 
 
 _PLAIN: dict[torch.dtype, Kind] = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}

@@ -63,7 +63,10 @@ class Fp8(Codec):
         return fp8.read(page[name], page[f"{name}_scale"].unsqueeze(-1), self.format, out, scratch.get)
 
     def page_format(self) -> Format:
-        k, v = (Side(n, self.format, self.geom.D, axis="token", group=self.geom.D, scale=f"{n}_scale", fit="absmax") for n in "kv")
+        k, v = (
+            Side(n, self.format, self.geom.D, axis="token", group=self.geom.D, scale=f"{n}_scale", fit="absmax")
+            for n in "kv"
+        )
         return Format((k,), v)
 
     def label(self) -> str:

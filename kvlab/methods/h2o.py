@@ -58,6 +58,9 @@ class H2O(Pruner):
         flat = p.t.arrays.token_rows["score"]
         flat.index_fill_(0, p.write_rows(layer), 0.0)
 
+    def watches(self, bucket: Bucket) -> bool:
+        return True
+
     def attended(
         self, layer: int, comp: Compressor, p: Pages, bucket: Bucket, q: Tensor, lse: Tensor, pages: StepPages
     ) -> None:

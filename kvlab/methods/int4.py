@@ -99,7 +99,15 @@ class Int4(Codec):
     def page_format(self) -> Format:
         k, v = (
             Side(
-                n, "codes", self.geom.D, self.bits, self.group, "token", self.group, f"{n}_step", zero=f"{n}_zero",
+                n,
+                "codes",
+                self.geom.D,
+                self.bits,
+                self.group,
+                "token",
+                self.group,
+                f"{n}_step",
+                zero=f"{n}_zero",
                 fit="minmax",
             )
             for n in "kv"

@@ -64,7 +64,9 @@ class Int8(Codec):
         return out
 
     def page_format(self) -> Format:
-        k, v = (Side(n, "int8", self.geom.D, axis="token", group=self.group, scale=f"{n}_step", fit="absmax") for n in "kv")
+        k, v = (
+            Side(n, "int8", self.geom.D, axis="token", group=self.group, scale=f"{n}_step", fit="absmax") for n in "kv"
+        )
         return Format((k,), v)
 
     def label(self) -> str:

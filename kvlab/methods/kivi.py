@@ -134,8 +134,9 @@ class Kivi(Codec):
 
     def page_format(self) -> Format:
         D, g = self.geom.D, self.group
-        k = Side("k", "codes", D, self.bits_k, D, "block", g, "k_step", zero="k_zero")
-        return Format((k,), Side("v", "codes", D, self.bits_v, g, "token", g, "v_step", zero="v_zero"))
+        k = Side("k", "codes", D, self.bits_k, D, "block", g, "k_step", zero="k_zero", fit="minmax")
+        v = Side("v", "codes", D, self.bits_v, g, "token", g, "v_step", zero="v_zero", fit="minmax")
+        return Format((k,), v)
 
     def label(self) -> str:
         return f"kivi k{self.bits_k} v{self.bits_v} g{self.group} r{self.residual}"

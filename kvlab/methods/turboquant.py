@@ -264,7 +264,20 @@ class TurboQuant(Codec):
         k = [self._side("k", "" if prod else self.scale)] if self.bits["k"] else []
         if prod:
             signs = torch.tensor([-self.factor, self.factor])
-            k.append(Side("k_sign", "codes", self.geom.D, 1, self.geom.D, "token", self.geom.D, "k_norm", "k_gamma", table=signs))
+            k.append(
+                Side(
+                    "k_sign",
+                    "codes",
+                    self.geom.D,
+                    1,
+                    self.geom.D,
+                    "token",
+                    self.geom.D,
+                    "k_norm",
+                    "k_gamma",
+                    table=signs,
+                )
+            )
         v = self._side("v", "" if prod else self.scale)
         turn = [self.pi[0]] if self.bits["k"] else []
         if self.variant == "prod":

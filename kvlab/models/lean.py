@@ -130,7 +130,7 @@ class LeanRunner:
         heads = layer.qkv(x).view(1, x.shape[0], -1, self.D).transpose(1, 2)
         qk, v = heads.split((self.H + self.Hk, self.Hk), 1)
         if layer.qk_norm is not None:
-            qk = F.rms_norm(qk, (self.D,), None, layer.qk_norm[1])
+            qk = F.rms_norm(qk, (self.D,), None, layer.qk_norm[1]).mul_(layer.qk_norm[0])
         qk = torch.addcmul(qk * cos, qk.roll(self.D // 2, -1), sin)
         q, k = qk.split((self.H, self.Hk), 1)
         return q, k, v

@@ -52,6 +52,7 @@ class Outcome:
     acted: bool = False
     label: str = ""
     family: str = ""
+    warnings: list[str] = field(default_factory=list)
 
     def add(self, other: Outcome) -> None:
         self.rows += other.rows

@@ -23,7 +23,7 @@ from kvlab.methods.kivi import Kivi
 from kvlab.models import weights
 from kvlab.models.geometry import geometry
 from kvlab.models.lean import LeanRunner, runner, unsupported
-from kvlab.models.load import Loaded, ModelCfg, load
+from kvlab.models.load import ModelCfg, load
 from kvlab.models.tiny import tiny_model
 
 LENGTHS = (1, 2, 15, 16, 17, 33, 64, 90)
@@ -34,7 +34,7 @@ PROMPTS = [torch.randint(0, 256, (n,), generator=_gen).tolist() for n in LENGTHS
 KINDS_OF_LAYERS = ["full_attention", "sliding_attention", "sliding_attention"]
 TWO_SLIDING = {"use_sliding_window": True, "sliding_window": 24, "layer_types": KINDS_OF_LAYERS}
 WIDE = {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True, "head_dim": 32}
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 1024}
 MODELS: dict[str, tuple[str, dict]] = {
     "llama": ("tiny_llama", {}),
     "mqa": ("tiny_mqa", {}),
@@ -110,8 +110,8 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(name, chunk):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_joined_matrices_give_the_same_and_hold_nothing_twice(name, monkeypatch):
-    """The form of half precision, GPUs and builds without oneDNN. The transformers model still gives its own logits: its
-    parameters are views of the joined matrices. Fails when they are copies, or views in another order."""
+    """The form of half precision, GPUs and builds without oneDNN. The transformers model still gives its own logits:
+    its parameters are views of the joined matrices. Fails when they are copies, or views in another order."""
     monkeypatch.setattr(weights, "_has_onednn", lambda: False)
     base, changes = MODELS[name]
     own = tiny_model(base, **changes)
@@ -222,8 +222,8 @@ def test_a_prompt_in_chunks_gives_what_it_gives_in_one_piece(kind):
 def test_converted_weights_stay_close(name, kind, step):
     """Relative error of one product, in the root mean square. bf16: weight, input and output rounded to 8 significant
     bits, 2**-9 each. int8: the largest of some 64 normal weights is 3 sigma, so a step of 63 is 3 / 63 sigma, its error
-    that / sqrt(12) = 0.014; activations in 255 steps of a range of 5 sigma: 0.006. 13 products (3 layers of 4, the head)
-    add in quadrature, times 2 for what norms, softmax and silu make of it."""
+    that / sqrt(12) = 0.014; activations in 255 steps of a range of 5 sigma: 0.006. 13 products (3 layers of 4, the
+    head) add in quadrature, times 2 for what norms, softmax and silu make of it."""
     _, logits = score(build(*lean(name, kind)), PROMPTS, new=0)
     error = sum(
         float((got - model(name)(torch.tensor([p])).logits[0]).square().sum()) for p, got in zip(PROMPTS, logits)
@@ -243,9 +243,12 @@ def test_an_int8_product_is_off_by_its_own_roundings_only(row):
     made = weights.Weights("int8", module.weight).linear(module)
     x = torch.randn(5, 256)
     x[2] = {
-        "normal": x[2], "one huge": torch.where(torch.arange(256) == 3, 1e4, x[2]), "all equal": torch.full((256,), 0.7),
-        "zeros": torch.zeros(256), "ends": torch.where(torch.arange(256) < 250, 5.0, -5.0),
-    }[row]  # fmt: skip
+        "normal": x[2],
+        "one huge": torch.where(torch.arange(256) == 3, 1e4, x[2]),
+        "all equal": torch.full((256,), 0.7),
+        "zeros": torch.zeros(256),
+        "ends": torch.where(torch.arange(256) < 250, 5.0, -5.0),
+    }[row]
     with torch.inference_mode():
         got, w = made(x), module.weight.double()
         want = x.double() @ w.T + module.bias.double()
@@ -321,7 +324,7 @@ def test_what_the_lean_step_does_not_cover_falls_back_under_auto_and_is_refused_
     for asked in ({"step": "lean"}, {"weights": "int8"}, {"weights": "bf16"}):
         with pytest.raises(ConfigError, match=r"odd.*Ways out: runtime\.step=auto"):
             runner(loaded, **asked)
-    with pytest.raises(ConfigError, match="Use runtime.step=auto or hf"):
+    with pytest.raises(ConfigError, match=r"Use runtime\.step=auto or hf"):
         LeanRunner(loaded.model)
 
 

@@ -35,11 +35,12 @@ def pair(smollm2_loaded):
     )
 
 
-@pytest.mark.parametrize("chunk", [16, 512])
-def test_eight_prompts_in_one_batch_give_the_logits_and_greedy_tokens_of_transformers(pair, chunk):
+@pytest.mark.parametrize("chunk, step", [(16, "lean"), (512, "lean"), (512, "hf")])
+def test_eight_prompts_in_one_batch_give_the_logits_and_greedy_tokens_of_transformers(pair, chunk, step):
     """Fails for a wrong position, scale, rope or mask on real weights; 1e-4 + 1e-5 max|logit| is rounding."""
     reference, loaded = pair
-    lab = Lab(loaded, registry.build("full"), EngineCfg(block=16, max_len=256, chunk=chunk, max_batch_tokens=512))
+    cfg = EngineCfg(block=16, max_len=256, chunk=chunk, max_batch_tokens=512, step=step)
+    lab = Lab(loaded, registry.build("full"), cfg)
     prompts = [lab.encode(text) for text in TEXTS]
     assert len({len(p) for p in prompts}) > 5, "prompts of different lengths"
     seqs = [lab.engine.add(p, Sampling(max_tokens=NEW)) for p in prompts]

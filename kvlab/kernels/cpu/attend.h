@@ -18,6 +18,7 @@ struct kv_format {       // of one layer; made once
   const int32_t* group_of;  // [Hk] row of `table` for each head
   const int64_t* offset;    // [Hk] block row = id * stride + offset[h]
   int64_t stride;
+  const uint8_t* valid;     // [block rows, B] 0 = a hole that no row sees; null = every slot in [lo, hi) is there
   kv_side k[2], v;
 };
 
@@ -58,6 +59,10 @@ static void open_sides(const kv_format& f, Sides& s) {
 static int lanes(const kv_side& s) { return s.slots * 16; }
 static int key_lanes(const kv_format& f) { return lanes(f.k[0]) + (f.keys > 1 ? lanes(f.k[1]) : 0); }
 
+KV_INLINE int f_min(int a, int b) { return a < b ? a : b; }
+KV_INLINE int f_max(int a, int b) { return a > b ? a : b; }
+KV_INLINE float f_max(float a, float b) { return a > b ? a : b; }
+
 struct Where {  // of one sequence and head
   const kv_format& f;
   const int32_t* table;
@@ -65,6 +70,33 @@ struct Where {  // of one sequence and head
   KV_INLINE int64_t row(const Where& w, int slot) { return w.table[slot / w.f.block] * w.f.stride + w.f.offset[w.h]; }
   KV_INLINE int64_t token(const Where& w, int slot) { return row(w, slot) * w.f.block + slot % w.f.block; }
 };
+
+// Slots [slot, slot + n) of one block that are holes: their scores become -inf.
+KV_INLINE void punch(const Where& w, int slot, int n, float* scores) {
+  if (!w.f.valid) return;
+  const uint8_t* valid = w.f.valid + Where::token(w, slot);
+  for (int t = 0; t < n; t++)
+    if (!valid[t]) scores[t] = NEG_INF;
+}
+
+// Zero where there is a hole; also written to `to`.
+KV_INLINE X holes(const Where& w, int slot, X x, float* to) {
+  alignas(64) float v[16];
+  store(v, x);
+  const uint8_t* valid = w.f.valid + Where::token(w, slot);
+  for (int t = 0; t < 16; t++) v[t] = valid[t] ? v[t] : 0.f;
+  if (to) store(to, load(v));
+  return load(v);
+}
+
+// Like holes, for sixteen slots of which only those in [a, b) are looked at.
+KV_INLINE X present(const Where& w, int slot, int a, int b, X x) {
+  alignas(64) float v[16];
+  store(v, x);
+  for (int t = f_max(a - slot, 0); t < 16 && slot + t < b; t++)
+    if (!w.f.valid[Where::token(w, slot + t)]) v[t] = 0.f;
+  return load(v);
+}
 
 // One scale (and zero) per token can be applied to scores and probabilities; anything finer goes to the rows.
 KV_INLINE bool folds(const kv_side& s) { return s.axis == KV_TOKEN && s.group == s.width; }
@@ -115,10 +147,13 @@ static void scale_rows(const kv_side& s, const Lanes& of, const Where& w, int sl
 
 // n tokens of a side (all in one block), as stored; float32 pages are read where they lie.
 static const float* read_rows(const kv_side& s, const Decoder* d, const Lanes& of, const Where& w, int slot, int n, float* buf) {
-  const uint8_t* row = s.codes + Where::token(w, slot) * s.row_bytes;
-  if (s.kind == KV_F32 && s.axis == KV_NONE) return (const float*)row;
+  const int64_t token = Where::token(w, slot);
+  const uint8_t* row = s.codes + token * s.row_bytes;
+  if (s.kind == KV_F32 && s.axis == KV_NONE && !w.f.valid) return (const float*)row;
   d->rows(s, row, n, buf);
   if (s.axis != KV_NONE && !folds(s)) scale_rows(s, of, w, slot, n, buf);
+  for (int t = 0; w.f.valid && t < n; t++)  // nothing that lies in a hole may reach a sum, not even times zero
+    if (!w.f.valid[token + t]) std::memset(buf + t * lanes(s), 0, sizeof(float) * lanes(s));
   return buf;
 }
 
@@ -133,10 +168,6 @@ KV_INLINE void token_scales(const kv_side& s, const Where& w, int slot, X& scale
 static void slot_order(const kv_side& s, const float* q, float by, float* out) {
   for (int c = 0; c < lanes(s); c++) out[c] = s.channel[c] < 0 ? 0.f : q[s.channel[c]] * by;
 }
-
-KV_INLINE int f_min(int a, int b) { return a < b ? a : b; }
-KV_INLINE int f_max(int a, int b) { return a > b ? a : b; }
-KV_INLINE float f_max(float a, float b) { return a > b ? a : b; }
 
 // scores[r][0..16) = q[r] . x[t] over sixteen rows of W floats.
 template <int R> static void dot16(const float* q, int ldq, const float* x, int W, float* scores, int lds) {
@@ -228,6 +259,7 @@ static void split_rows(const kv_format& f, const Sides& d, const Where& w, int R
         X y = load(dots[r]);
         if (folds(k)) y = fma(sh, set1(z[r]), mul(y, sc));
         store(&s[r][t], i ? add(load(&s[r][t]), y) : y);
+        punch(w, first + t, 16, &s[r][t]);
       }
     }
   }
@@ -239,11 +271,18 @@ static void split_rows(const kv_format& f, const Sides& d, const Where& w, int R
       top = max(top, load(&s[r][t]));
     }
     const float m = hmax(top);
+    if (m == NEG_INF) {  // nothing but holes
+      lse2[r] = NEG_INF;
+      std::memset(s[r], 0, sizeof(float) * end);
+      std::memset(out + r * wv, 0, sizeof(float) * wv);
+      continue;
+    }
     X sum = set1(0.f);
     for (int t = 0; t < end; t += 16) {
       X p = exp2_of(sub(load(&s[r][t]), set1(m)));
       if (t < skip || t + 16 > n) p = between(p, skip - t, n - t, 0.f);
       store(&s[r][t], p);
+      if (f.valid) p = holes(w, first + t, p, &s[r][t]);
       sum = add(sum, p);
     }
     const float l = hsum(sum);
@@ -254,6 +293,7 @@ static void split_rows(const kv_format& f, const Sides& d, const Where& w, int R
       if (folds(f.v)) {
         token_scales(f.v, w, first + t, sc, sh);
         if (t < skip || t + 16 > n) sc = between(sc, skip - t, n - t, 0.f), sh = between(sh, skip - t, n - t, 0.f);
+        if (f.valid) sc = holes(w, first + t, sc, nullptr), sh = holes(w, first + t, sh, nullptr);
         shift = fma(p, sh, shift), p = mul(p, sc);
       }
       store(&s[r][t], p);
@@ -299,6 +339,7 @@ static void tile_rows(const kv_side& s, const Decoder* d, const Lanes& of, const
     if (folds(s))
       for (int i = 0; i < n; i++) {
         int64_t at = Where::token(w, t + i);
+        if (w.f.valid && !w.f.valid[at]) continue;
         float sc = meta_at(s.scale, s.meta, at) * (s.scale2 ? meta_at(s.scale2, s.meta, at) : 1.f);
         float sh = s.zero ? meta_at(s.zero, s.meta, at) + sc * s.mid : 0.f;
         for (int c = 0; c < W; c += 16) store(to + i * W + c, fma(load(to + i * W + c), set1(sc), set1(sh)));
@@ -437,10 +478,19 @@ static void chunk_item(const kv_format& f, const kv_view& s, const Sides& d, con
     const int a = f_max(first, tile), b = f_min(end, tile + TILE);
     tile_keys(f, d, w, tile, a, b, rows, K);
     tile_rows(f.v, d.v, d.of[2], w, tile, a, b, V);
+    int change[TILE + 1] = {}, seen = 0;  // slots between what different rows see may hold anything
+    for (int t = r0 / G; t * G < r0 + M; t++) {
+      const int from = f_max(lo[t] - tile, 0), to = f_min(hi[t] - tile, TILE);
+      if (from < to) change[from]++, change[to]--;
+    }
+    for (int c = 0; c < TILE; c++)
+      if (!(seen += change[c])) std::memset(V + c * wv, 0, sizeof(float) * wv);
     gemm(M, Q, wk, K, TILE, TILE, wk, S, TILE, false);
     for (int i = 0; i < M; i++) {
       const int t = (r0 + i) / G, from = f_max(lo[t] - tile, 0), to = f_min(hi[t] - tile, TILE);
       float* p = S + i * TILE;
+      for (int c = a - tile; f.valid && c < b - tile; c += 16 - (tile + c) % 16)
+        punch(w, tile + c, f_min(16 - (tile + c) % 16, b - tile - c), p + c);
       if (from >= to) {
         std::memset(p, 0, sizeof(float) * TILE);
         continue;
@@ -450,10 +500,15 @@ static void chunk_item(const kv_format& f, const kv_view& s, const Sides& d, con
         if (from > c || to < c + 16) store(p + c, between(load(p + c), from - c, to - c, NEG_INF));
         top = max(top, load(p + c));
       }
+      if (hmax(top) == NEG_INF) {  // nothing but holes so far
+        std::memset(p, 0, sizeof(float) * TILE);
+        continue;
+      }
       const float now = hmax(top), keep = l[i] > 0 ? std::exp2(m[i] - now) : 0.f;
       for (int c = 0; c < TILE; c += 16) {
         X e = exp2_of(sub(load(p + c), set1(now)));
         if (from > c || to < c + 16) e = between(e, from - c, to - c, 0.f);
+        if (f.valid) e = present(w, tile + c, a, b, e);
         store(p + c, e), sum = add(sum, e);
       }
       if (keep != 1.f)
@@ -491,6 +546,7 @@ static void mass_item(const kv_format& f, const kv_view& s, const Sides& d, cons
       for (int c = 0; c < TILE; c += 16) {
         X e = exp2_of(sub(load(S + i * TILE + c), set1(lse * LOG2E)));
         if (from > c || to < c + 16) e = between(e, from - c, to - c, 0.f);
+        if (f.valid) e = present(w, tile + c, a, b, e);
         store(sum + g * TILE + c, add(load(sum + g * TILE + c), e));
       }
     }

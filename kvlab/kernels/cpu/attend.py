@@ -56,9 +56,11 @@ class Layers:
         self.lib, self.block, self.capacity = prototypes(lib), block, capacity
         self.bound = Bound(lib, fmt, arrays, block)
         self.G, self.Hk, self.dim = G, group_of.shape[1], fmt.v.width if fmt.back is None else fmt.back.shape[-1]
-        self.turn, self.back = fmt.turn, fmt.back
+        self.turn, self.back, self.valid = fmt.turn, fmt.back, fmt.valid and arrays[fmt.valid]
         self.turn_v = None if fmt.back is None else fmt.back.mT.contiguous()
-        self.writes = len(fmt.k) == 1 and bool(fmt.k[0].fit and fmt.v.fit)
+        written = len(fmt.k) == 1 and bool(fmt.k[0].fit and fmt.v.fit)
+        blocks = "block" in (fmt.k[0].axis, fmt.v.axis)
+        self.appends, self.seals = written and not blocks, written and fmt.turn is fmt.back is None
         self.layers = layers
         self.tokens = capacity * stride * block
         self.group_of = np.ascontiguousarray(group_of, np.int32)
@@ -76,6 +78,8 @@ class Layers:
             if (m := getattr(self, name)) is not None and m.shape[1] > 1:
                 setattr(out, f"{name}_head", m.stride(1))
         out.group_of, out.offset, out.stride = self.group_of[i].ctypes.data, self.offset[i].ctypes.data, stride
+        if self.valid is not None:
+            out.valid = self.valid.data_ptr()
         for j, side in enumerate(self.bound.k):
             out.k[j] = side
         out.v = self.bound.v
@@ -114,6 +118,17 @@ class Layers:
         )  # fmt: skip
         if bad < 0:
             self._ok("kv_append", bad)
+        return not bad
+
+    def seal(self, i: int, k: Tensor, v: Tensor, src: Tensor, dst: Tensor) -> bool:
+        """Encode whole blocks: block rows src int64 [M] of the exact k, v float32 [rows, B * D] to block rows dst [M].
+        False as in `append`."""
+        bad = self.lib.kv_seal(
+            self.formats[i], k.data_ptr(), v.data_ptr(), src.data_ptr(), len(k), dst.data_ptr(),
+            self.tokens // self.block, len(src), torch.get_num_threads(),
+        )  # fmt: skip
+        if bad < 0:
+            self._ok("kv_seal", bad)
         return not bad
 
     def mass(self, i: int, view: View, q: Tensor, lse: Tensor, columns: int) -> Tensor:

@@ -160,6 +160,38 @@ static bool put_table(const kv_side& s, const float* x, const float* turn, int64
   return finite(stored);
 }
 
+// A block of one head: steps per channel over `group` tokens. x [B, width].
+static bool put_block(const kv_side& s, const float* x, int block, int64_t row) {
+  const int W = s.width, groups = block / s.group, top = (1 << s.bits) - 1;
+  uint8_t codes[512];
+  float lo[512], hi[512], by[512];
+  bool ok = true;
+  for (int g = 0; g < groups; g++, x += s.group * W) {
+    std::memcpy(lo, x, sizeof(float) * W), std::memcpy(hi, x, sizeof(float) * W);
+    for (int t = 0; t < s.group; t++)
+      for (int c = 0; c < W; c++) {
+        const float y = x[t * W + c];
+        lo[c] = y < lo[c] ? y : lo[c], hi[c] = y > hi[c] ? y : hi[c];
+        ok = ok && finite(y);
+      }
+    for (int c = 0; c < W; c++) {
+      const int64_t at = (row * groups + g) * W + c;
+      const float step = put_meta(s.scale, s.meta, at, (hi[c] - lo[c]) / (float)top);
+      lo[c] = put_meta(s.zero, s.meta, at, lo[c]), by[c] = step == 0.f ? INFINITY : step;
+      ok = ok && finite(step) && finite(lo[c]);
+    }
+    if (!ok) return false;
+    for (int t = 0; t < s.group; t++) {
+      for (int c = 0; c < W; c++) {
+        const float q = std::nearbyint((x[t * W + c] - lo[c]) / by[c]);
+        codes[c] = (uint8_t)(q < 0.f ? 0.f : q > (float)top ? (float)top : q);
+      }
+      put_codes(s, codes, const_cast<uint8_t*>(s.codes) + (row * block + g * s.group + t) * s.row_bytes);
+    }
+  }
+  return ok;
+}
+
 // One token of one head; false when something does not fit its type or is not a number.
 static bool put(const kv_side& s, const float* x, const float* turn, int64_t token) {
   uint8_t* row = const_cast<uint8_t*>(s.codes) + token * s.row_bytes;

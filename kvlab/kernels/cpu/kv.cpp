@@ -115,7 +115,7 @@ KV_API int32_t kv_attend(const kv_format* f, const kv_view* s, const float* q, i
 KV_API int32_t kv_append(const kv_format* f, const float* k, int64_t k_head, int64_t k_row, const float* v, int64_t v_head, int64_t v_row,
                          const int64_t* rows, int64_t capacity, int32_t T, int32_t threads) {
   if (f->size != (int32_t)sizeof(kv_format)) return KV_BAD_SIZE;
-  if (f->keys != 1 || !f->k[0].fit || !f->v.fit) return KV_BAD_FORMAT;
+  if (f->keys != 1 || !f->k[0].fit || !f->v.fit || f->k[0].axis == KV_BLOCK || f->v.axis == KV_BLOCK) return KV_BAD_FORMAT;
   for (int64_t i = 0; i < (int64_t)f->heads * T; i++)
     if (rows[i] < 0 || rows[i] >= capacity) return KV_BAD_TABLE;
   int32_t bad = 0;
@@ -125,6 +125,26 @@ KV_API int32_t kv_append(const kv_format* f, const float* k, int64_t k_head, int
     const float *turn = f->turn ? f->turn + h * f->turn_head : nullptr, *turn_v = f->turn_v ? f->turn_v + h * f->back_head : nullptr;
     bad += !put(f->k[0], k + h * k_head + t * k_row, turn, rows[i]);
     bad += !put(f->v, v + h * v_head + t * v_row, turn_v, rows[i]);
+  }
+  return bad;
+}
+
+// Encodes whole blocks: block rows src [count] of the exact arrays k, v [rows, B, width] to block rows dst [count]. Returns
+// the number of bad vectors or blocks, as kv_append does.
+KV_API int32_t kv_seal(const kv_format* f, const float* k, const float* v, const int64_t* src, int64_t src_rows, const int64_t* dst,
+                       int64_t dst_rows, int32_t count, int32_t threads) {
+  if (f->size != (int32_t)sizeof(kv_format)) return KV_BAD_SIZE;
+  if (f->keys != 1 || !f->k[0].fit || !f->v.fit || f->turn || f->turn_v) return KV_BAD_FORMAT;
+  for (int i = 0; i < count; i++)
+    if (src[i] < 0 || src[i] >= src_rows || dst[i] < 0 || dst[i] >= dst_rows) return KV_BAD_TABLE;
+  int32_t bad = 0;
+#pragma omp parallel for schedule(static) reduction(+ : bad) num_threads(threads) if (threads > 1 && count > 1)
+  for (int i = 0; i < 2 * count; i++) {
+    const kv_side& s = i % 2 ? f->v : f->k[0];
+    const float* x = (i % 2 ? v : k) + src[i / 2] * f->block * s.width;
+    if (s.axis == KV_BLOCK) bad += !put_block(s, x, f->block, dst[i / 2]);
+    else
+      for (int t = 0; t < f->block; t++) bad += !put(s, x + (int64_t)t * s.width, nullptr, dst[i / 2] * f->block + t);
   }
   return bad;
 }

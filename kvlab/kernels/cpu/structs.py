@@ -33,7 +33,7 @@ class kv_format(Structure):
     _fields_ = [
         ("size", c_int32), ("heads", c_int32), ("group", c_int32), ("block", c_int32), ("keys", c_int32),
         ("scale", c_float), ("dim", c_int32), ("turn", c_void_p), ("back", c_void_p), ("turn_v", c_void_p), ("turn_head", c_int64),
-        ("back_head", c_int64), ("group_of", c_void_p), ("offset", c_void_p), ("stride", c_int64),
+        ("back_head", c_int64), ("group_of", c_void_p), ("offset", c_void_p), ("stride", c_int64), ("valid", c_void_p),
         ("k", kv_side * 2), ("v", kv_side),
     ]  # fmt: skip
 
@@ -62,6 +62,7 @@ def prototypes(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.kv_workspace.argtypes, lib.kv_workspace.restype = [f, v], n
     lib.kv_attend.argtypes, lib.kv_attend.restype = [f, v, p, n, n, p, n, n, p, n, n, i, p, n, i], i
     lib.kv_append.argtypes, lib.kv_append.restype = [f, p, n, n, p, n, n, p, n, i, i], i
+    lib.kv_seal.argtypes, lib.kv_seal.restype = [f, p, p, p, n, p, n, i, i], i
     lib.kv_mass.argtypes, lib.kv_mass.restype = [f, v, p, n, n, p, n, n, p, i, i], i
     return lib
 
@@ -73,14 +74,24 @@ class Bound:
         if len(fmt.k) > 2:
             raise Refused(f"a key has {len(fmt.k)} parts, the kernels hold 2")
         if block % 16:
-            raise Refused(f"blocks of {block} tokens: the kernels read 16 at a time, so runtime.block must be a multiple")
+            raise Refused(
+                f"blocks of {block} tokens: the kernels read 16 at a time, so runtime.block must be a multiple"
+            )
         self.lib, self.arrays, self.block, self.kept = lib, arrays, block, []
         self.k = [self._side(s) for s in fmt.k]
         self.v = self._side(fmt.v)
 
     def _side(self, s: Side) -> kv_side:
         codes = self.arrays[s.codes]
-        out = kv_side(fit=FITS.index(s.fit), factor=s.factor, width=s.width, axis=AXES[s.axis], group=s.group, bits=s.bits, pack=s.pack)
+        out = kv_side(
+            fit=FITS.index(s.fit),
+            factor=s.factor,
+            width=s.width,
+            axis=AXES[s.axis],
+            group=s.group,
+            bits=s.bits,
+            pack=s.pack,
+        )
         table = s.table
         if s.kind != "codes":
             out.kind = KINDS[s.kind]

@@ -22,6 +22,7 @@ from kvlab.codec import Codec
 from kvlab.kernels import packing
 from kvlab.kernels.cpu import isa, lib
 from kvlab.kernels.cpu.attend import Layers, View
+from kvlab.kernels.cpu.structs import prototypes  # noqa: F401  (for tests that call the library themselves)
 from kvlab.methods.turboquant import TurboQuant
 
 # What a kernel may differ from float64 by, for queries, keys and values of unit variance (runtime.md 9.2): a logit is D
@@ -62,7 +63,9 @@ class Cache:
 
     def layers(self, library: ctypes.CDLL, **changes) -> Layers:
         a = self.arrays
-        offset = np.zeros_like(self.group_of) if self.ragged else np.arange(self.group_of.size).reshape(self.group_of.shape)
+        offset = (
+            np.zeros_like(self.group_of) if self.ragged else np.arange(self.group_of.size).reshape(self.group_of.shape)
+        )
         args = {"fmt": self.codec.page_format(), "arrays": self.flat, "block": self.block,
                 "layers": list(range(self.geom.L)), "group_of": self.group_of, "offset": offset, "stride": a.layers * a.heads, "capacity": a.n_blocks, "G": self.geom.G,
                 "scale": self.geom.scale} | changes  # fmt: skip
@@ -72,8 +75,9 @@ class Cache:
     def ragged(self) -> bool:
         return self.table.shape[1] > 1
 
-    def spoil(self, rows: Rows, seed: int = 0) -> None:
-        """Garbage in every slot that no row sees, in its scales too, and in every block without a visible slot."""
+    def spoil(self, rows: Rows, seed: int | None = 0) -> None:
+        """Garbage (seed None: zeros) in every slot that no row sees, in its scales too, and in every block without a
+        visible slot."""
         a, seen = self.arrays, np.zeros((self.arrays.n_blocks, self.block), bool)
         for n, count in enumerate(rows.count):
             for g in range(self.table.shape[1]):
@@ -81,7 +85,9 @@ class Cache:
                     at = np.arange(lo, max(lo, hi))
                     seen[self.table[n, g, at // self.block], at % self.block] = True
         good = {n: t.clone() for n, t in a.data.items()}
-        a.fill_garbage(seed)
+        a.fill_garbage(seed or 0)
+        for t in a.data.values() if seed is None else ():
+            t.zero_()
         keep = torch.from_numpy(seen)
         keep[0] = True  # the null block is zero and stays so
         for name, t in a.data.items():
@@ -165,7 +171,9 @@ def decode(codec: Codec, layer: int, page: dict[str, Tensor]) -> list[Tensor]:
             z = codec.centroids[role].double()[packing.unpack(page[role], D, bits).long()]
         if codec.variant == "prod" and role == "k":
             signs = packing.unpack(page["k_sign"], D, 1).double() * 2 - 1
-            z = z + codec.factor * page["k_gamma"].double()[..., None] * (signs @ codec.sketch.double()[_row(codec, layer)])
+            z = z + codec.factor * page["k_gamma"].double()[..., None] * (
+                signs @ codec.sketch.double()[_row(codec, layer)]
+            )
         out.append(z * page[f"{role}_norm"].double()[..., None] @ pi[_row(codec, layer)])
     return out
 
@@ -175,8 +183,8 @@ def _row(codec: TurboQuant, layer: int) -> int:
 
 
 def queries(cache: Cache, rows: Rows, seed: int = 1, size: float = 1.0) -> Tensor:
-    """float64 [rows, H, D], each a float32 number."""
-    gen = torch.Generator().manual_seed(seed)
+    """float64 [rows, H, D], each a float32 number; never drawn like the keys, which it would then be parallel to."""
+    gen = torch.Generator().manual_seed(10**6 + seed)
     return size * torch.randn(rows.total, cache.geom.H, cache.geom.D, generator=gen).double()
 
 
@@ -216,9 +224,9 @@ def tolerance(cache: Cache, q: Tensor, layer: int = 0) -> float:
     return ATOL * math.prod(size) * max(1.0, cache.geom.D / 128) ** 0.5 * (3**0.5 if turned else 1.0)
 
 
-def assert_exact(cache: Cache, rows: Rows, q: Tensor, got: tuple[Tensor, Tensor], layer: int = 0) -> None:
+def assert_exact(cache: Cache, rows: Rows, q: Tensor, got: tuple[Tensor, Tensor], layer: int = 0, atol=None) -> None:
     """Outputs and lse of every row; one that sees nothing is zeros and -inf."""
-    (want, lse, _), atol = exact(cache, rows, q, layer), tolerance(cache, q, layer)
+    (want, lse, _), atol = exact(cache, rows, q, layer), atol or tolerance(cache, q, layer)
     none = lse == -torch.inf
     assert (got[0][none] == 0).all() and (got[1][none] == -torch.inf).all(), "a row that sees nothing"
     for name, x, y in (("out", got[0], want), ("lse", got[1], lse)):

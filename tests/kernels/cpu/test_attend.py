@@ -11,7 +11,6 @@ from random import Random
 
 import pages
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pages import VARIANTS, Rows
@@ -41,12 +40,15 @@ FORMATS: dict[str, tuple[str, dict]] = {
     **{f"{m} {t}": (m, {"meta_dtype": t, "group": 16}) for m in ("int8", "int4", "kivi") for t in META},
     **{f"turboquant {t}": ("turboquant", {"norm_dtype": t, "variant": "prod"}) for t in META},
 }  # fmt: skip
+DEFAULT = {n: config(n).get("group") for n in names()}
 FORMATS |= {n: (n, {}) for n in names() if n != "composed" and isinstance(instantiate(config(n)), Codec)}
 
 
 def fits(method: str, options: dict, D: int, block: int) -> bool:
-    group = (dict(config(method)) | options).get("group", D)
-    group = D if group == "D" else group
+    group = options.get("group", DEFAULT[method])
+    group = D if group in ("D", None) else group
+    if group < 16 and D > 128:  # more runs of codes than the kernels hold: the torch path's
+        return False
     if options.get("rotation") == "rht" and D & (D - 1):
         return False
     return D % group == 0 and (method != "kivi" or block % group == 0)

@@ -1,0 +1,121 @@
+"""Random formats, shapes and views against float64, for a minute: python fuzz.py LIBRARY VARIANT [SECONDS] [FIRST_SEED]
+
+For a library with AddressSanitizer (sanitize.py): every array has exactly the bytes that its shape says, the last token
+of the pool is read, and views that lie are handed over too, which the kernels must refuse. Each case is a seed; the last
+one printed is the one that failed.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pages
+import torch
+from pages import Cache, Rows
+
+from kvlab.cache.layout import Geom
+from kvlab.kernels.cpu import lib
+from kvlab.kernels.cpu.attend import Layers, View
+from kvlab.kernels.cpu.structs import Refused, prototypes
+
+SECONDS = 60.0
+
+
+def options(r: random.Random, D: int, block: int) -> tuple[str, dict]:
+    """Any codec, any of its options."""
+    meta, b = r.choice(("float16", "bfloat16", "float32")), lambda: r.randint(1, 8)
+    group = r.choice([g for g in (8, 16, 24, 32, 40, 48, 64, D) if D % g == 0])
+    shared = [g for g in (16, 32, 64) if D % g == 0 and block % g == 0] or [16]
+    return r.choice([
+        ("full", {"dtype": r.choice(("float32", "bfloat16", "float16"))}),
+        ("fp8", {"format": r.choice(("e4m3", "e5m2"))}),
+        ("int8", {"group": group, "meta_dtype": meta}),
+        ("int4", {"group": group, "meta_dtype": meta, "bits": r.randint(2, 4)}),
+        ("kivi", {"group": r.choice(shared), "meta_dtype": meta, "bits_k": b(), "bits_v": b()}),
+        ("turboquant", {"bits_k": b(), "bits_v": b(), "norm_dtype": meta, "variant": r.choice(("mse", "prod")),
+                        "share": r.choice(("all", "layer", "head"))}),
+    ])  # fmt: skip
+
+
+def case(seed: int, library) -> str:
+    """Make one cache, attend to it in several ways. -> what was done; AssertionError when a number is wrong."""
+    r = random.Random(seed)
+    torch.set_num_threads(r.choice((1, 1, 2)))
+    D, block, Hk = (
+        r.choice((16, 32, 48, 64, 80, 96, 112, 128, 144, 256)),
+        r.choice((16, 32, 48, 64, 128)),
+        r.randint(1, 3),
+    )
+    G, N = r.randint(1, 9), r.randint(1, 4)
+    method, opts = options(r, D, block)
+    lengths = [r.choice((1, 15, 16, 17, 63, 64, 65, 255, 256, 257, r.randint(1, 400))) for _ in range(N)]
+    geom, ragged = Geom(1, Hk * G, Hk, D), r.random() < 0.3
+    cache = pages.build(method, geom, block, lengths, seed, ragged, **opts)
+    try:
+        layers = cache.layers(library)
+    except Refused as why:
+        return f"refused: {str(why)[:20]}"
+    count = [min(n, r.choice((0, 1, 1, 2, 3, r.randint(2, 60)))) for n in lengths]
+    rows = Rows.last(count, lengths, r.choice((None, None, r.randint(1, 300))), cache.table.shape[1])
+    if r.random() < 0.3:  # the end of the table, so that the last block of the pool is read to its last byte
+        for n, c in enumerate(count):
+            rows.hi[n, :, max(c - 1, 0)] = cache.table.shape[2] * block
+    cache.spoil(rows, seed)
+    q = pages.queries(cache, rows, seed)
+    got = pages.attend(cache, layers, rows, q)
+    pages.assert_exact(cache, rows, q, got)
+    columns = r.choice((cache.table.shape[2] * block, max(lengths), 1, 77))
+    mass = layers.mass(0, rows.view(cache.table), q.float(), got[1], columns)
+    assert not mass.isnan().any(), "mass"
+    before = [x.clone() for x in got]
+    lies(r, cache, layers, rows, q, got)
+    assert all(torch.equal(a, b) for a, b in zip(before, got)), "a refused call wrote"
+    return f"{method} ok"
+
+
+def lies(r: random.Random, cache: Cache, layers: Layers, rows: Rows, q: torch.Tensor, into: tuple) -> None:
+    """Views that point outside of what they were given."""
+    if not rows.total:
+        return
+    n = r.choice([i for i, c in enumerate(rows.count) if c])
+    at, far = (n, r.randrange(cache.table.shape[1])), r.choice((2**31 - 1, 10**6))
+    for _ in range(3):
+        table, lo, hi, count = cache.table.copy(), rows.lo.copy(), rows.hi.copy(), np.array(rows.count)
+        match r.randrange(5):
+            case 0:
+                table[(*at, r.randrange(table.shape[2]))] = r.choice((-1, cache.arrays.n_blocks, far))
+            case 1:
+                lo[(*at, 0)] = r.choice((-1, -far))
+            case 2:
+                hi[(*at, 0)] = r.choice((cache.table.shape[2] * cache.block + 1, far))
+            case 3:
+                count[n] = rows.lo.shape[2] + r.choice((1, 1000))
+            case 4: count[n] = -r.choice((1, 1000))  # fmt: skip
+        view = View.of(table, lo, hi, rows.first, count)
+        try:
+            layers.attend(0, view, q.float(), *into)
+        except ValueError:
+            continue
+        raise AssertionError("a view that lies was not refused")
+
+
+def main(path: str, variant: str, seconds: float = SECONDS, seed: int = 0) -> int:
+    library = prototypes(lib.open_library(Path(path)))
+    library.kv_isa.restype = lib.ctypes.c_char_p
+    assert library.kv_isa().decode() == variant, f"{path} is {library.kv_isa().decode()}, not {variant}"
+    done, began = Counter(), time.monotonic()
+    while time.monotonic() - began < seconds:
+        print(f"\rseed {seed} ", end="", flush=True)
+        done[case(seed, library)] += 1
+        seed += 1
+    print(f"\r{variant}: {sum(done.values())} cases in {time.monotonic() - began:.0f} s: {dict(done)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2], *map(float, sys.argv[3:4]), *map(int, sys.argv[4:5])))

@@ -1,0 +1,173 @@
+"""The C ABI refuses what it cannot hold with a negative number, and then writes nothing."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pages
+import pytest
+import torch
+from pages import VARIANTS, Rows
+
+from kvlab.cache.layout import Geom
+from kvlab.kernels.cpu.attend import View
+from kvlab.kernels.cpu.structs import MAX_LANES, Refused, kv_format, kv_side
+
+SIZE, FORMAT, TABLE, RANGE, SPACE = -1, -2, -3, -4, -5
+
+
+@pytest.fixture(params=VARIANTS)
+def library(request):
+    return pages.library(request.param)
+
+
+@pytest.fixture
+def cache():
+    return pages.build("int4", Geom(1, 6, 2, 64), 32, [100, 40])
+
+
+@pytest.fixture
+def layers(cache, library):
+    return cache.layers(library)
+
+
+def copy(struct):
+    return type(struct).from_buffer_copy(struct)
+
+
+def side(**changes) -> kv_side:
+    return kv_side(**({"kind": 6, "bits": 4, "width": 64, "pack": 64, "axis": 1, "group": 64, "meta": 2} | changes))
+
+
+def attend(layers, fmt, view, work: int) -> tuple[int, torch.Tensor]:
+    """The return code of kv_attend, and everything that it could have written, full of NaN before."""
+    q, out = torch.zeros(10, 6, 64), torch.full((10 * 6 * 65 + max(work, 1),), torch.nan)
+    lse, scratch = out[10 * 6 * 64 :], out[10 * 6 * 65 :]
+    code = layers.lib.kv_attend(
+        fmt, view, q.data_ptr(), 64, 384, out.data_ptr(), 64, 384, lse.data_ptr(), 1, 6, 0, scratch.data_ptr(), work, 1
+    )
+    return code, out
+
+
+@pytest.mark.parametrize("off", [-8, 8, None])
+def test_a_struct_of_another_size_is_refused_by_every_entry(cache, layers, off):
+    """What a library of another version would be given."""
+    rows = Rows.last([1, 5], [100, 40])
+    view = rows.view(cache.table)
+    fmt, wrong = layers.formats[0], copy(layers.formats[0])
+    wrong.size = 0 if off is None else wrong.size + off
+    assert layers.lib.kv_check_format(wrong) == SIZE
+    struct = copy(view.struct)
+    struct.size = 0 if off is None else struct.size + off
+    assert layers.lib.kv_check_view(struct, 32, cache.arrays.n_blocks) == SIZE
+    for f, v in ((wrong, view.struct), (fmt, struct)):
+        code, out = attend(layers, f, v, 10**4)
+        assert code == SIZE and out.isnan().all()
+        mass, lse = torch.full((2, 6, 128), torch.nan), torch.zeros(10, 6)
+        args = (lse.data_ptr(), 64, 384, lse.data_ptr(), 1, 6, mass.data_ptr(), 128, 1)
+        assert layers.lib.kv_mass(f, v, *args) == SIZE and mass.isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("what", "index", "value", "code"),
+    [
+        ("table", (0, 0, 0), -1, TABLE),
+        ("table", (1, 0, 3), 9, TABLE),  # blocks 0..8 exist
+        ("table", (1, 0, 3), 2**31 - 1, TABLE),
+        ("lo", (0, 0, 0), -1, RANGE),
+        ("lo", (1, 0, 4), -(2**31), RANGE),
+        ("hi", (0, 0, 0), 129, RANGE),  # four blocks of 32
+        ("hi", (1, 0, 4), 2**31 - 1, RANGE),
+        ("count", (0,), 6, RANGE),  # the longest sequence has 5 rows
+        ("count", (1,), -1, RANGE),
+    ],
+)
+def test_a_view_that_leaves_the_pool_or_its_table_is_refused(cache, layers, what, index, value, code):
+    rows = Rows.last([1, 5], [100, 40])
+    good = rows.view(cache.table)
+    assert layers.lib.kv_check_view(good.struct, 32, cache.arrays.n_blocks) == 0
+    names = ("table", "lo", "hi", "first", "count")
+    arrays = {n: a.copy() for n, a in zip(names, good.arrays)}
+    arrays[what][index] = value
+    bad = View.of(*arrays.values())
+    assert layers.lib.kv_check_view(bad.struct, 32, cache.arrays.n_blocks) == code
+    q = pages.queries(cache, rows)
+    out, lse = torch.full(q.shape, torch.nan), torch.full(q.shape[:2], torch.nan)
+    for call in (lambda: layers.attend(0, bad, q.float(), out, lse), lambda: layers.mass(0, bad, q.float(), lse, 128)):
+        with pytest.raises(ValueError, match="refused"):
+            call()
+    assert out.isnan().all() and lse.isnan().all()
+
+
+def test_what_rows_beyond_a_sequences_count_say_does_not_matter(cache, layers):
+    view = Rows.last([1, 5], [100, 40]).view(cache.table)
+    assert view.arrays[1][0, 0, 1] < 0 and view.arrays[2][0, 0, 1] > 10**6, "Rows.last no longer puts nonsense there"
+    assert layers.lib.kv_check_view(view.struct, 32, cache.arrays.n_blocks) == 0
+
+
+@pytest.mark.parametrize("short", [1, 10**6])
+def test_too_little_scratch_is_refused(cache, layers, short):
+    view = Rows.last([1, 1], [100, 40]).view(cache.table)
+    need = layers.lib.kv_workspace(layers.formats[0], view.struct)
+    assert need > 0
+    code, out = attend(layers, layers.formats[0], view.struct, max(need - short, 0))
+    assert code == SPACE and out.isnan().all()
+    code, out = attend(layers, layers.formats[0], view.struct, need)
+    assert code == 0 and not out[: 2 * 6 * 64].isnan().any()
+
+
+WRONG = {  # of a side of codes
+    "bits": [0, 9, -1], "width": [0, -64, 72, 1024], "pack": [0, 4, 48, -8], "kind": [-1, 8], "axis": [-1, 3],
+    "group": [0, -1, 48], "meta": [-1, 3], "slots": [0, 65], "codes": [None], "scale": [None], "channel": [None],
+    "row_bytes": [0, -1, 31],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("which", ["k", "v"])
+@pytest.mark.parametrize(("name", "value"), [(n, x) for n, xs in WRONG.items() for x in xs])
+def test_a_side_that_cannot_be_is_refused(layers, name, value, which):
+    """Fails when a check of one field is missing: a wrong number would then be an address."""
+    fmt: kv_format = copy(layers.formats[0])
+    assert layers.lib.kv_check_format(fmt) == 0
+    setattr(fmt.k[0] if which == "k" else fmt.v, name, value)
+    assert layers.lib.kv_check_format(fmt) == FORMAT
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("heads", 0), ("group", 0), ("block", 8), ("block", 0), ("block", 40), ("keys", 0), ("keys", 3), ("dim", 0),
+     ("dim", 80), ("group_of", None), ("offset", None)],
+)  # fmt: skip
+def test_a_format_that_cannot_be_is_refused(layers, name, value):
+    fmt = copy(layers.formats[0])
+    setattr(fmt, name, value)
+    assert layers.lib.kv_check_format(fmt) == FORMAT
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"bits": 0}, {"bits": 9}, {"width": 0}, {"width": -1}, {"width": 513, "pack": 513}, {"pack": 0}, {"pack": 12},
+     {"pack": 48}, {"kind": 0, "width": 40}, {"width": 512, "pack": 8, "bits": 3}],
+)  # fmt: skip
+def test_a_side_that_the_kernels_cannot_hold_has_no_slots(library, changes):
+    channel = (ctypes.c_int16 * MAX_LANES)(*[77] * MAX_LANES)
+    pages.prototypes(library)
+    assert library.kv_slots(side(), channel) == 4
+    channel[:] = [77] * MAX_LANES
+    assert library.kv_slots(side(**changes), channel) < 0
+    assert list(channel) == [77] * MAX_LANES
+
+
+def test_python_names_what_it_cannot_bind(library):
+    """The runtime then takes the torch path, with this message in its log."""
+    geom = Geom(1, 2, 1, 64)
+    with pytest.raises(Refused, match="blocks of 8 tokens"):
+        pages.build("int8", geom, 8, [20]).layers(library)
+    with pytest.raises(Refused, match="scales over 8 tokens"):
+        pages.build("kivi", geom, 32, [20], group=8).layers(library)
+    with pytest.raises(Refused, match="rows of 4 codes"):
+        pages.build("int4", geom, 32, [20], group=4).layers(library)
+    with pytest.raises(Refused, match="40 channels"):
+        pages.build("full", Geom(1, 2, 1, 40), 32, [20]).layers(library)
+    with pytest.raises(Refused, match="more than the kernels hold"):
+        pages.build("int4", Geom(1, 2, 1, 256), 32, [20], group=8, bits=3).layers(library)
