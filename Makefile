@@ -4,12 +4,16 @@ VENV   ?= .venv
 PY     := $(VENV)/bin/python
 # The CPU build of torch; for a GPU: make demo TORCH="torch>=2.11"
 TORCH  ?= torch==2.13.0
+# make bench QUICK=--quick; make llamacpp JOBS=2
+QUICK    ?=
+JOBS     ?= 1
+LLAMACPP := .cache/llamacpp
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check soak bench kernels sanitize tables clean
+.PHONY: help venv demo test check soak bench peers llamacpp kernels sanitize tables clean
 
 help:  ## this list
-	@awk -F':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(VENV)/.made: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvlab needs Python 3.11 or newer, this is " + sys.version)'
@@ -36,10 +40,22 @@ check: venv  ## format, lint, import floors
 soak: venv  ## the long random walks and sweeps that CI leaves out
 	$(PY) -m pytest -q -m slow
 
-bench: venv  ## speed against transformers; writes benchmarks/results/*.jsonl
-	$(PY) benchmarks/decode.py
-	$(PY) benchmarks/prefill.py
-	$(PY) benchmarks/continuous.py
+bench: venv  ## speed against transformers and llama.cpp, 25 minutes; writes benchmarks/results (QUICK=--quick: a trial)
+	$(PY) benchmarks/decode_attention.py $(QUICK)
+	$(PY) benchmarks/overhead.py $(QUICK)
+	$(PY) benchmarks/vs_transformers.py $(QUICK)
+	$(PY) benchmarks/vs_llamacpp.py $(QUICK)
+	$(PY) benchmarks/decode.py $(QUICK)
+	$(PY) benchmarks/prefill.py --rounds 2 $(QUICK)
+	$(PY) benchmarks/continuous.py --rounds 2 $(QUICK)
+
+peers: venv  ## transformers' quantized caches, which the benchmarks leave out when absent
+	$(PY) -m pip install -q --disable-pip-version-check optimum-quanto==0.2.7 hqq==0.2.8.post1
+
+llamacpp:  ## compile llama.cpp for this CPU into .cache/llamacpp: a peer of the benchmarks (20 minutes on two cores)
+	$(PYTHON) -m venv $(LLAMACPP)
+	CMAKE_ARGS="-DGGML_NATIVE=ON -DCMAKE_BUILD_TYPE=Release -DLLAVA_BUILD=OFF" CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) nice -n 19 \
+	  $(LLAMACPP)/bin/pip install -q --disable-pip-version-check --no-binary llama-cpp-python llama-cpp-python==0.3.36
 
 kernels: venv  ## compile the CPU kernels now, into the user cache (the first run would)
 	$(PY) -m kvlab.kernels.cpu.build

@@ -1,8 +1,8 @@
 """One decoding row's attention over a paged cache, codec by codec, against torch on a contiguous full cache.
 
-Microseconds per layer of one sequence, 1 thread. The cache of all layers together is larger than the last-level cache, and
-blocks lie shuffled in the pool. Peers: SDPA as transformers calls it (enable_gqa), and the best contiguous form found:
-query heads of a kv head folded onto the query axis, SDPA or two matrix products, float32 or bfloat16.
+Microseconds per layer of one sequence, 1 thread. The cache of all layers together is larger than the last-level cache,
+and blocks lie shuffled in the pool. Peers: SDPA as transformers calls it (enable_gqa), and the best contiguous form
+found: query heads of a kv head folded onto the query axis, SDPA or two matrix products, float32 or bfloat16.
 `bytes` are those a step reads of one layer: codes and scales.
 """
 
@@ -77,9 +77,10 @@ def run(args, shape: str, context: int, block: int) -> None:
         for d, name in best.items():
             row[f"x_best_{d}"] = next(r["ms_median"] for r in rows if r["side"] == name) / row["ms_median"]
     for row in rows:
+        x = row["ratio"], row["x_best_f32"], row["x_best_bf16"]
         print(
             f"  {row['side']:28s} {1000 * row['ms_median']:9.1f} us {row['bytes'] / row['ms_median'] / 1e6:6.1f} GB/s"
-            f"   x SDPA {row['ratio']:6.2f}   x best f32 {row['x_best_f32']:5.2f}   x best bf16 {row['x_best_bf16']:5.2f}"
+            f"   x SDPA {x[0]:6.2f}   x best f32 {x[1]:5.2f}   x best bf16 {x[2]:5.2f}"
         )
     if not args.quick:
         common.write("decode_attention", rows)
@@ -99,7 +100,7 @@ def _peers(q, k, v, layers: int) -> dict:
     import torch
     import torch.nn.functional as F
 
-    Hk, n, D = k.shape
+    Hk, _, D = k.shape
     out = {}
     for name, dtype in (("f32", torch.float32), ("bf16", torch.bfloat16)):
         cache = [(k.to(dtype)[None].clone(), v.to(dtype)[None].clone()) for _ in range(layers)]
@@ -144,8 +145,8 @@ def _ours(method: str, options: dict, q, k, v, layers: int, block: int):
     flat = {name: arrays.token_rows.get(name, rows) for name, rows in arrays.block_rows.items()}
     offset = np.arange(layers)[:, None] * Hk + np.arange(Hk)
     bound = Layers(
-        lib.load("auto").library, codec.page_format(), flat, block, list(range(layers)), np.zeros((layers, Hk)), offset, layers * Hk,
-        count + 1, G, geom.scale,
+        lib.load("auto").library, codec.page_format(), flat, block, list(range(layers)), np.zeros((layers, Hk)), offset,
+        layers * Hk, count + 1, G, geom.scale,
     )  # fmt: skip
     view = View.of(table[None, None], [[[0]]], [[[n]]], [0], [1])
     out, lse = torch.zeros(1, H, D), torch.zeros(1, H)

@@ -19,14 +19,14 @@ class Absent(Exception):
 
 
 class Worker:
-    """call("turn", id=..., threads=2, steps=4) -> what the worker's method returns. Raises RuntimeError with its text."""
+    """call("turn", id=..., threads=2, steps=4) -> what the worker's method returns; RuntimeError with what it says."""
 
     def __init__(self) -> None:
         python = FOLDER / "bin" / "python"
         if not python.exists():
             raise Absent(f"no llama.cpp in {FOLDER}: `make llamacpp` compiles one (20 minutes on two cores)")
         script = Path(__file__).with_name("llamacpp_worker.py")
-        self.words = tempfile.TemporaryFile("w+")
+        self.words = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.process = subprocess.Popen(
             [python, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.words, text=True
         )

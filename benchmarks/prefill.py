@@ -1,8 +1,8 @@
 """Prefill of one prompt through the paged runtime against transformers' forward: CPU time on one thread.
 
 Prompt queries read what decoding will read (encoded pages), so a method's encode and decode are part of its figure.
-Every method runs with float32 weights, full and turboquant with int8 weights too, and, where the CPU multiplies bfloat16
-numbers, with bf16 weights, beside a bf16 transformers.
+Every method runs with float32 weights, full and turboquant with int8 weights too, and, where the CPU multiplies
+bfloat16 numbers, with bf16 weights, beside a bf16 transformers.
 """
 
 from __future__ import annotations

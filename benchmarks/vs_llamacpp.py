@@ -6,9 +6,9 @@ peer   llama_decode of one token per sequence (no sampler), swept over its weigh
 ours   Engine.step (scheduler, pages, attention, greedy sampling) with int8 and bf16 weights: the full bf16 cache, int4
        and turboquant
 
-Two processes take turns (llamacpp.py; turns, rounds and figures: clocks.py). Weights differ (8, 16 and 4 bits), so these
-are ratios of systems, not of caches. llama.cpp's caches come from a real prompt, ours hold random keys and values. At
-8,000 tokens the q4_0 cache is left out: filling it takes minutes.
+Two processes take turns (llamacpp.py; turns, rounds and figures: clocks.py). Weights differ (8, 16 and 4 bits), so
+these are ratios of systems, not of caches. llama.cpp's caches come from a real prompt, ours hold random keys and
+values. At 8,000 tokens the q4_0 cache is left out: filling it takes minutes.
 Prefill is wall time on all cores: llama.cpp's two fastest settings of a sweep at 512 tokens against our prompts.
 """
 
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def settings(files: dict, context: int) -> list[tuple[str, str, bool]]:
-    """(weights, cache, flash attention); the weights whose prompts run fastest first: others get copies of its cache."""
+    """(weights, cache, flash attention). First those whose prompts run fastest: others get copies of their cache."""
     kinds = list(files)[::-1]
     f16 = [(w, "f16", flash) for flash in (False, True) for w in kinds]
     return f16 + [(w, "q4_0", True) for w in kinds if context <= Q4_UP_TO]

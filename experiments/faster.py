@@ -1,12 +1,12 @@
-"""README's section "Smaller and faster": tables and the picture, from the rows of `make bench`. Nothing is measured here.
+"""README's section "Smaller and faster": tables and the picture, from the rows of `make bench`.
 
-python experiments/faster.py [FOLDER]   prints the ratios that the CPU work set out to reach, and what the rows say
+Nothing is measured here. A cell holds the wall time of a step at the best number of threads, and how many times as fast
+that is as the peer's fastest full cache.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -50,14 +50,14 @@ def _steps(bench: str, folder: Path, peer: str) -> list[str]:
     peers = dict.fromkeys(r["side"] for r in data if r["who"] == peer)
     lines = [_line(f"**{peer}, fastest full cache**", "", data, [_best(data, c, peer) for c in cases])]
     if peer == "llama.cpp":
-        lines.append(_line("llama.cpp, fastest with a q4_0 cache", "", data, [_best(data, c, peer, True) for c in cases]))
+        lines.append(_line("llama.cpp, fastest q4_0 cache", "", data, [_best(data, c, peer, True) for c in cases]))
     else:
         lines += [_line(s, _weights(data, s), data, [at.get((s, *c)) for c in cases]) for s in peers]
     for side in _ours(data):
         lines.append(_line(side.split(",")[0], _weights(data, side), data, [at.get((side, *c)) for c in cases]))
     heads = "".join(f" {b} x {n:,} |" for b, n in cases)
     return [
-        f"One decode step against {peer}, ms ({facts(data)}):", "",
+        f"One decode step, ms, and how many times as fast as the fastest full cache of {peer} ({facts(data)}):", "",
         f"| | weights | MB |{heads}", "|:--|:--|--:|" + "--:|" * len(cases), *lines, "",
     ]  # fmt: skip
 
@@ -69,12 +69,12 @@ def _best(data: list[dict], case: tuple[int, int], peer: str, extra: bool = Fals
 
 def _ours(data: list[dict]) -> list[str]:
     """Sides of OURS that were measured, in that order."""
-    order = {}
-    for r in data:
-        for i, (weights, method, cache) in enumerate(OURS):
-            if r["who"] == "kvlab" and (r["weights"], r["method"]) == (weights, method) and r["cache"].startswith(cache):
-                order[r["side"]] = i
-    return sorted(order, key=order.get)
+    out = {}
+    for weights, method, cache in OURS:
+        for r in data:
+            if (r["who"], r["weights"], r["method"]) == ("kvlab", weights, method) and r["cache"].startswith(cache):
+                out[r["side"]] = None
+    return list(out)
 
 
 def _weights(data: list[dict], side: str) -> str:
@@ -101,8 +101,8 @@ def facts(data: list[dict]) -> str:
     busy = max(r["others"] for r in data)
     return (
         f"wall time, each side at its best number of threads; {one['model']}, {one['cpu']}, kernels "
-        f"{', '.join(kernels)}; median of {min(r['rounds'] for r in data)} rounds; other programs took up to {busy:.1f} "
-        "cores; MB: the largest cache of the line"
+        f"{', '.join(kernels)}; median of {min(r['rounds'] for r in data)} rounds; other programs took up to "
+        f"{busy:.1f} cores; MB: the largest cache of the line"
     )
 
 
@@ -135,86 +135,6 @@ def _overhead(folder: Path) -> list[str]:
         return []
     return [
         "Where a step goes, int8 weights, ms of CPU time on one thread:", "",
-        "| | cache | linears | attention | small ops | engine | whole step |", "|:--|:--|--:|--:|--:|--:|--:|", *lines, "",
+        "| | cache | linears | attention | small ops | engine | whole step |", "|:--|:--|--:|--:|--:|--:|--:|",
+        *lines, "",
     ]  # fmt: skip
-
-
-# -- goals -------------------------------------------------------------------------------------------------------
-def _pick(data: list[dict], case: tuple[int, int], **want) -> float:
-    """The least wall time of the rows of a case with these facts; KeyError when there is none."""
-    found = [
-        r["ms_wall"] for r in data
-        if (r["batch"], r["context"]) == case and all(str(r[k]).startswith(str(v)) for k, v in want.items())
-    ]  # fmt: skip
-    if not found:
-        raise KeyError(f"{case} {want}")
-    return min(found)
-
-
-def goals(folder: Path = BENCH) -> list[tuple[str, float | None, float]]:
-    """(what, ratio measured or None, at least)."""
-    hf, lc, att = (rows(n, folder) for n in ("vs_transformers", "vs_llamacpp", "decode_attention"))
-    tq = {"who": "kvlab", "method": "turboquant"}
-    out: list[tuple[str, float | None, float]] = []
-
-    def goal(what: str, least: float, ratio) -> None:
-        try:
-            out.append((what, ratio(), least))
-        except (KeyError, StopIteration):
-            out.append((what, None, least))
-
-    def attention(side: str, shape: str, context: int) -> float:
-        return next(
-            r["x_best_bf16"] for r in att
-            if (r["side"], r["shape"], r["context"]) == (f"kvlab {side}", shape, context)
-        )  # fmt: skip
-
-    for context, least in ((8192, 2.5), (32768, 2.2)):
-        for codec in ("int4 g64", "turboquant 4"):
-            goal(f"{codec} attention / best contiguous bf16, {context:,}", least,
-                 lambda c=codec, n=context: attention(c, "SmolLM2-135M", n))  # fmt: skip
-    for shape, least in (("SmolLM2-135M", 1.0), ("Llama-3-8B", 0.8)):
-        goal(f"paged bf16 / best contiguous bf16, {shape}, 32,768", least,
-             lambda s=shape: attention("full bfloat16", s, 32768))  # fmt: skip
-    for context, least in ((512, 0.97), (2048, 1.1), (8000, 1.4)):
-        for method in ("int4", "turboquant", "kivi"):
-            def own(case=(1, context), method=method) -> float:
-                mine = {"who": "kvlab", "weights": "int8"}
-                full = _pick(hf, case, **mine, cache="full bfloat16")
-                return full / _pick(hf, case, **mine, method=method)
-
-            goal(f"{method} / own full bf16 cache, int8 weights, 1 x {context:,}", least, own)
-    for case, least in (((1, 512), 2.5), ((1, 8000), 3.5), ((8, 2048), 3.5)):
-        goal(f"turboquant, int8 weights / transformers StaticCache bf16, {case[0]} x {case[1]:,}", least,
-             lambda c=case: _pick(hf, c, side="transformers StaticCache bf16") / _pick(hf, c, weights="int8", **tq))
-    goal("full bf16, bf16 weights / transformers StaticCache bf16, 1 x 512", 1.3,
-         lambda: _pick(hf, (1, 512), side="transformers StaticCache bf16")
-         / _pick(hf, (1, 512), who="kvlab", weights="bf16", cache="full bfloat16"))  # fmt: skip
-    for case, least in (((1, 512), 0.85), ((1, 2048), 1.1), ((1, 8000), 1.7), ((8, 512), 1.7), ((8, 2048), 2.7)):
-        goal(f"turboquant, int8 weights / llama.cpp best, f16 cache, {case[0]} x {case[1]:,}", least,
-             lambda c=case: _pick(lc, c, who="llama.cpp", cache="f16") / _pick(lc, c, weights="int8", **tq))
-    for case, least in (((1, 2048), 2.0), ((8, 2048), 6.0)):
-        goal(f"turboquant, int8 weights / llama.cpp best, q4_0 cache, {case[0]} x {case[1]:,}", least,
-             lambda c=case: _pick(lc, c, who="llama.cpp", cache="q4_0") / _pick(lc, c, weights="int8", **tq))
-    for r in rows("prefill_llamacpp", folder):
-        if r["side"].startswith("kvlab"):
-            goal(f"prefill of {r['context']:,}, {r['side'][6:]} / llama.cpp best", 0.9, lambda r=r: r["ratio"])
-    for r in rows("prefill", folder):
-        if r["side"].startswith("kvlab"):
-            goal(f"prefill of {r['context']:,}, {r['side'][6:]} / {r['peer']}, fp32", 0.9, lambda r=r: r["ratio"])
-    for r in rows("overhead", folder):
-        if r["batch"] == 1:
-            rest = r["ms_small_ops"] + r["ms_engine"]
-            goal(f"2.5 ms / a step outside linears and attention ({rest:.2f} ms), {r['side'][6:]}", 1.0,
-                 lambda rest=rest: 2.5 / rest)  # fmt: skip
-    return out
-
-
-def main() -> None:
-    for what, ratio, least in goals(Path(sys.argv[1]) if len(sys.argv) > 1 else BENCH):
-        said = "no rows" if ratio is None else "yes" if ratio >= least else "NO"
-        print(f"  {what:86s} {'' if ratio is None else format(ratio, '6.2f'):>7s}   at least {least:4.2f}   {said}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,9 +1,9 @@
-"""Milliseconds of a decode step against context, batch 1, from the rows of `make bench`: png, svg and the numbers (csv).
+"""Milliseconds of a decode step against context, batch 1, from the rows of `make bench`: png, svg and numbers (csv).
 
 python experiments/picture.py [FOLDER OF ROWS] [NAME OF THE PICTURE]
 
-Left against transformers, right against llama.cpp; both axes logarithmic, lower is better. Peers are grey, kvlab's lines
-have the colours of their methods everywhere else in this repo. Solid: int8 weights; dashed: bf16 weights.
+Left against transformers, right against llama.cpp; both axes logarithmic, lower is better. Peers are grey, kvlab's
+lines have the colours of their methods everywhere else in this repo. Solid: int8 weights; dashed: bf16 weights.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def lines(folder: Path) -> dict[str, list[tuple]]:
     return {
         "against transformers": [*_transformers(hf), *_ours(hf)],
         "against llama.cpp": [
-            _line("llama.cpp, f16 cache", GREYS[0], "-", lc, who="llama.cpp", cache="f16"),
-            _line("llama.cpp, q4_0 cache", GREYS[2], "-", lc, who="llama.cpp", cache="q4_0"),
+            _line("llama.cpp, f16 cache, fastest setting", GREYS[0], "-", lc, who="llama.cpp", cache="f16"),
+            _line("llama.cpp, q4_0 cache, fastest setting", GREYS[2], "-", lc, who="llama.cpp", cache="q4_0"),
             *_ours(lc),
         ],
     }
@@ -49,9 +49,8 @@ def _ours(data: list[dict]) -> list[tuple]:
     for weights, dash in (("bf16", DASHED), ("int8", "-")):
         for method in ("full", "int4", "turboquant") if weights == "int8" else ("full", "turboquant"):
             name = {"full": "full bf16 cache", "int4": "int4", "turboquant": "turboquant 4 bit"}[method]
-            out.append(
-                _line(f"kvlab {name}, {weights} weights", style.color(method), dash, ours, method=method, weights=weights)
-            )
+            name = f"kvlab {name}, {weights} weights"
+            out.append(_line(name, style.color(method), dash, ours, method=method, weights=weights))
     return out
 
 
@@ -74,12 +73,12 @@ def draw(folder: Path, path: Path) -> list[Path]:
     one = next(r for n in ("vs_transformers", "vs_llamacpp") for r in faster.rows(n, folder))
     path.parent.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context(style.RC):
-        fig = Figure(figsize=(4.6 * len(panels), 4.6), layout="constrained")
+        fig = Figure(figsize=(4.6 * len(panels), 5.4), layout="constrained")
         FigureCanvasAgg(fig)
         axes = fig.subplots(1, len(panels), sharey=True, squeeze=False)[0]
         for ax, (title, drawn) in zip(axes, panels.items()):
             _panel(ax, title, drawn)
-        axes[0].set_ylabel("ms per decode step (log scale; lower is better)")
+        axes[0].set_ylabel("ms per decode step, log scale (lower is better)")
         fig.suptitle(f"{one['model']}, batch 1, {one['cpu']}, wall time at the best thread count", fontsize=9)
         out = [path.with_name(path.name + s) for s in (".png", ".svg")]
         for file in out:

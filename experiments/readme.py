@@ -10,6 +10,8 @@ import re
 import shutil
 from pathlib import Path
 
+import faster
+
 ROOT = Path(__file__).resolve().parent.parent
 OVERVIEW = ROOT / "experiments" / "overview"
 BENCH = ROOT / "benchmarks" / "results"
@@ -18,7 +20,7 @@ BENCH = ROOT / "benchmarks" / "results"
 def main() -> None:
     readme = ROOT / "README.md"
     text = readme.read_text("utf-8")
-    for name, part in (("overview", overview()), ("speed", speed())):
+    for name, part in (("overview", overview()), ("faster", faster.section()), ("speed", speed())):
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.S)
         if not pattern.search(text):
             raise SystemExit(f"README.md has no place for {name}")

@@ -12,29 +12,23 @@ One step of the runtime, per layer: `write` (exact post-RoPE k, v go to pages; c
 from __future__ import annotations
 
 import ctypes
-import logging
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kvlab.cache import packed
 from kvlab.cache.compact import compact
 from kvlab.cache.layout import CachePlan, Geom, Group, kv_regions, window_groups
+from kvlab.cache.packed import Packed
 from kvlab.cache.paged import StepPages
 from kvlab.cache.pages import Pages
 from kvlab.cache.step import PREFILL_LAST, Bucket
-from kvlab.cache.tables import ClassTables
-from kvlab.cache.tiles import Source, Tile
+from kvlab.cache.tiles import Tile
 from kvlab.codec import Codec
 from kvlab.errors import ConfigError
 from kvlab.families.pruner import Evictable, Pruner
 from kvlab.kernels.attention import Partial, mass, merge, partial
-from kvlab.kernels.cpu.attend import Layers
-from kvlab.kernels.cpu.structs import Refused
 from kvlab.kernels.format import exact
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -69,8 +63,7 @@ class Compressor:
         self.codec, self.pruner = codec, pruner
         self.counters = Counters()
         self.kernels: ctypes.CDLL | None = None  # the CPU kernels' library; None = the torch path
-        self.refusal = ""  # why the kernels do not run this method, once they were asked
-        self._bound: dict[ClassTables, dict[str, Layers] | None] = {}
+        self.packed: Packed | None = None  # attention on packed pages, None = the torch path
 
     @property
     def caps(self) -> Caps:
@@ -92,8 +85,11 @@ class Compressor:
     def plan(self, geom: Geom, block: int) -> CachePlan:
         """Checks that the parts fit each other and the model, and lays out the cache. ConfigError says why not."""
         self.geom, self.block = geom, block
-        self._bound.clear()
         self.codec.setup(geom, block)
+        self.packed, fmt = None, self.codec.page_format()
+        if self.kernels is not None and fmt is not None:
+            tail = exact(geom.dtype, geom.D)
+            self.packed = Packed(self.kernels, self.label(), geom.G, geom.scale, fmt, tail)
         regions = self.codec.regions(geom, block)
         self.names = tuple(r.name for r in regions)  # what a tile of encoded slots is made of
         has_tail = self.codec.scope == "block" or self.codec.residual > 0
@@ -155,20 +151,13 @@ class Compressor:
         """k, v [1, Hk, T, D] exact, post-RoPE. Encodes them in place, or into the tail, and seals full blocks."""
         p = pages.layer(layer)
         has_tail = p.t.tail is not None
-        if not self._append(layer, k, v, p, "tail" if has_tail else "body"):
+        if self.packed is None or not self.packed.append(layer, k, v, p):
             p.scatter(layer, {"k": k, "v": v} if has_tail else self.codec.encode(layer, k, v))
         self.counters.encoded_blocks += not has_tail and self.codec.family != "full"
         if self.pruner is not None and p.t.window is None:
             self.pruner.wrote(layer, p, k, v, pages)  # before sealing: what a slot carries is sealed with it
         if p.t.tail is not None:
             self._seal(layer, p)
-
-    def _append(self, layer: int, k: Tensor, v: Tensor, p: Pages, to: Source) -> bool:
-        """Write by a kernel; False: it is up to the reference (which also says what is wrong with a bad number)."""
-        layers = self._layers(p.t)
-        if layers is None or not layers[to].appends:
-            return False
-        return layers[to].append(p.t.layer_index[layer], k[0].float(), v[0].float(), p.write_rows(layer))
 
     def _seal(self, layer: int, p: Pages) -> None:
         """Exact blocks older than the residual window become encoded ones, before anything attends."""
@@ -177,7 +166,7 @@ class Compressor:
             return
         src, dst, real = rows
         tail, body = p.t.tail_arrays, p.t.arrays
-        if real is None and self._seal_packed(layer, p, src, dst):
+        if real is None and self.packed is not None and self.packed.seal(layer, p, src, dst):
             self.counters.encoded_blocks += len(dst)
             return
         Hk, B, D = self.geom.Hk, self.block, self.geom.D
@@ -192,13 +181,6 @@ class Compressor:
             flat.index_copy_(0, dst if real is None else dst[real], value if real is None else value[real])
         self.counters.encoded_blocks += len(dst)
 
-    def _seal_packed(self, layer: int, p: Pages, src: Tensor, dst: Tensor) -> bool:
-        """Seal by a kernel; False: it is up to the reference."""
-        layers, tail = self._layers(p.t), p.t.tail_arrays
-        if layers is None or not layers["body"].seals or len(tail.data) > 2 or self.geom.dtype != torch.float32:
-            return False
-        return layers["body"].seal(p.t.layer_index[layer], tail.block_rows["k"], tail.block_rows["v"], src, dst)
-
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, pages: StepPages) -> Tensor:
         """q [1, H, T, D], k, v [1, Hk, T, D] of this step (exact). Returns [1, T, H, D]."""
         p = pages.layer(layer)
@@ -207,8 +189,8 @@ class Compressor:
         out = torch.empty((1, p.step.T, H, D), dtype=q.dtype, device=q.device)
         for bucket in p.step.buckets:
             watched = self.pruner is not None and p.t.window is None and self.pruner.watches(bucket)
-            if not watched and q.dtype == torch.float32 and (layers := self.packed(p, bucket)) is not None:
-                self._attend_rows(layer, rows_q, out[0], p, bucket, layers)
+            if not watched and q.dtype == torch.float32 and self._packed(p, bucket):
+                self.packed.attend_rows(layer, rows_q, out[0], p, bucket)
                 continue
             n, r = len(bucket.members), bucket.rows
             folded = rows_q.index_select(0, bucket.take).view(n, r, H // G, G, D)
@@ -224,8 +206,8 @@ class Compressor:
 
     def attend_bucket(self, layer: int, q: Tensor, k: Tensor, v: Tensor, p: Pages, bucket: Bucket) -> Partial:
         """q [Nb, Hk, G*rows, D] -> (out, lse) over everything these rows may see."""
-        if (layers := self.packed(p, bucket)) is not None:
-            return self._attend_packed(layer, q, p, bucket, layers)
+        if self._packed(p, bucket):
+            return self.packed.attend(layer, q, p, bucket)
         joined: dict[bool, Partial | None] = {True: None, False: None}
         inner = self.codec.query(layer, q)
         for tile in p.tiles(bucket, layer):
@@ -239,54 +221,8 @@ class Compressor:
         body = (self.codec.output(layer, joined[True][0]), joined[True][1])
         return body if joined[False] is None else merge(body, joined[False])
 
-    def packed(self, p: Pages, bucket: Bucket) -> dict[str, Layers] | None:
-        """Kernels over packed pages for each source that the bucket reads, or None: the torch path."""
-        if p.builder.exact and bucket.prefill and p.t.tail is None:
-            return None
-        return self._layers(p.t)
-
-    def _layers(self, t: ClassTables) -> dict[str, Layers] | None:
-        if self.kernels is None:
-            return None
-        if t not in self._bound:
-            formats = {"body": self.codec.page_format()}
-            if t.tail is not None:
-                formats["tail"] = exact(self.geom.dtype, self.geom.D)
-            bound = None
-            try:
-                if formats["body"] is not None:
-                    bound = {
-                        s: packed.bind(self.kernels, f, t, s, self.geom.G, self.geom.scale) for s, f in formats.items()
-                    }
-            except Refused as why:
-                self.refusal = f"{self.label()} runs on the torch path, which is slower: {why}"
-                log.warning(self.refusal)
-            self._bound[t] = bound
-        return self._bound[t]
-
-    def _attend_rows(self, layer: int, q: Tensor, out: Tensor, p: Pages, bucket: Bucket, layers: dict[str, Layers]):
-        """q, out float32 [T, H, D]: the bucket's rows where they lie."""
-        lse = torch.empty(q.shape[:2])
-        join = False
-        for source, bound in layers.items():
-            if (seen := packed.view(p, bucket, source, folded=False)) is not None:
-                bound.attend(p.t.layer_index[layer], seen, q, out, lse, join)
-                join = True
-
-    def _attend_packed(self, layer: int, q: Tensor, p: Pages, bucket: Bucket, layers: dict[str, Layers]) -> Partial:
-        li, q = p.t.layer_index[layer], q.float().contiguous()
-        out, lse = packed.empty(*q.shape)
-        rows = (
-            packed.rows_first(q, bucket.rows),
-            packed.rows_first(out, bucket.rows),
-            packed.lse_rows_first(lse, bucket.rows),
-        )
-        join = False
-        for source, bound in layers.items():
-            if (seen := packed.view(p, bucket, source, folded=True)) is not None:
-                bound.attend(li, seen, *rows, join)
-                join = True
-        return out, lse
+    def _packed(self, p: Pages, bucket: Bucket) -> bool:
+        return self.packed is not None and self.packed.reads(p, bucket)
 
     def _rows(self, q: Tensor, tile: Tile, bucket: Bucket) -> Tensor:
         """The rows of q [Nb, Hk, G*rows, W] that see something of the tile."""
@@ -339,8 +275,8 @@ class Compressor:
 
         Slots are read as they are stored, those of this step too (also when the rows attended to them as they came)."""
         p = p.stored()
-        if (layers := self.packed(p, bucket)) is not None:
-            return self._received_packed(layer, q, lse, p, bucket, layers)
+        if self._packed(p, bucket):
+            return self.packed.received(layer, q, lse, p, bucket)
         inner = self.codec.query(layer, q)
         out = []
         for tile in p.tiles(bucket, layer):
@@ -349,16 +285,6 @@ class Compressor:
             seen = self._rows(lse.unsqueeze(-1), tile, bucket).squeeze(-1)
             w = mass(rows, tk, self.geom.scale, seen, tile.mask, tile.empty, self.geom.G)
             out.append((tile, w))
-        return out
-
-    def _received_packed(self, layer: int, q: Tensor, lse: Tensor, p: Pages, bucket: Bucket, layers: dict[str, Layers]):
-        li, q, lse, out = p.t.layer_index[layer], q.float().contiguous(), lse.contiguous(), []
-        for source, bound in layers.items():
-            if (seen := packed.view(p, bucket, source, folded=True)) is None:
-                continue
-            tile = p.builder.whole(bucket, source, layer, seen.struct.blocks)
-            rows = packed.rows_first(q, bucket.rows), packed.lse_rows_first(lse, bucket.rows)
-            out.append((tile, bound.mass(li, seen, *rows, tile.width)))
         return out
 
     # -- after the forward pass ----------------------------------------------------------------------------------

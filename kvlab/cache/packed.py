@@ -1,12 +1,13 @@
-"""Attention on packed pages: a class's arrays bound to kernels that read them, and what the rows of a bucket see.
+"""Attention on packed pages: a cache's arrays bound to kernels that read and write them, and what a step's rows see.
 
-The kernels need no tiles: a `View` holds the block table and each row's visible slots [lo, hi), the same numbers that
+The kernels need no tiles: a `View` holds block tables and each row's visible slots [lo, hi), the same numbers that
 tiles are cut from.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
 
 import numpy as np
 import torch
@@ -15,34 +16,98 @@ from torch import Tensor
 from kvlab.cache.pages import Pages
 from kvlab.cache.step import Bucket
 from kvlab.cache.tables import ClassTables
-from kvlab.cache.tiles import Source
+from kvlab.cache.tiles import Source, Tile
 from kvlab.kernels.cpu.attend import Layers, View
+from kvlab.kernels.cpu.structs import Refused
 from kvlab.kernels.format import Format
 
+log = logging.getLogger(__name__)
+Bound = dict[Source, Layers]
 
-def bind(lib: ctypes.CDLL, fmt: Format, t: ClassTables, source: Source, G: int, scale: float) -> Layers:
-    """Raises kernels.cpu.structs.Refused when the kernels cannot hold the format."""
-    arrays, pool = (t.arrays, t.pool) if source == "body" else (t.tail_arrays, t.tail_pool)
-    flat = {n: arrays.token_rows.get(n, rows) for n, rows in arrays.block_rows.items()}
-    offset = t.layer_in * t.heads_of_group + t.head_in
-    return Layers(
-        lib,
-        fmt,
-        flat,
-        t.block,
-        t.layers,
-        t.group_of,
-        offset,
-        t.layers_of_group * t.heads_of_group,
-        pool.n_blocks,
-        G,
-        scale,
-    )
+
+class Packed:
+    """The kernels for one method: `body` and, where there is an exact tail, `tail` say what pages mean."""
+
+    def __init__(self, library: ctypes.CDLL, label: str, G: int, scale: float, body: Format, tail: Format) -> None:
+        self.library, self.label, self.G, self.scale = library, label, G, scale
+        self.formats: dict[Source, Format] = {"body": body, "tail": tail}
+        self.refusal = ""  # why the kernels do not hold these pages, once they were asked
+        self._bound: dict[ClassTables, Bound | None] = {}
+
+    def bound(self, t: ClassTables) -> Bound | None:
+        """Kernels for each source of a class; None: the torch path, which was said once."""
+        if t not in self._bound:
+            try:
+                sources: tuple[Source, ...] = ("body",) if t.tail is None else ("body", "tail")
+                self._bound[t] = {s: self._bind(t, s) for s in sources}
+            except Refused as why:
+                self._bound[t] = None
+                self.refusal = f"{self.label} runs on the torch path, which is slower: {why}"
+                log.warning(self.refusal)
+        return self._bound[t]
+
+    def _bind(self, t: ClassTables, source: Source) -> Layers:
+        arrays, pool = (t.arrays, t.pool) if source == "body" else (t.tail_arrays, t.tail_pool)
+        flat = {n: arrays.token_rows.get(n, rows) for n, rows in arrays.block_rows.items()}
+        offset = t.layer_in * t.heads_of_group + t.head_in
+        return Layers(
+            self.library, self.formats[source], flat, t.block, t.layers, t.group_of, offset,
+            t.layers_of_group * t.heads_of_group, pool.n_blocks, self.G, self.scale,
+        )  # fmt: skip
+
+    # -- writing: False = it is up to the reference, which also says what is wrong with a bad number ---------------
+    def append(self, layer: int, k: Tensor, v: Tensor, p: Pages) -> bool:
+        """This step's k, v [1, Hk, T, D] into the tail if there is one, else the body."""
+        bound, to = self.bound(p.t), "body" if p.t.tail is None else "tail"
+        if bound is None or not bound[to].appends:
+            return False
+        return bound[to].append(p.t.layer_index[layer], k[0].float(), v[0].float(), p.write_rows(layer))
+
+    def seal(self, layer: int, p: Pages, src: Tensor, dst: Tensor) -> bool:
+        """Block rows src of the tail, encoded to block rows dst of the body."""
+        bound, tail = self.bound(p.t), p.t.tail_arrays.block_rows
+        if bound is None or not bound["body"].seals or len(tail) > 2 or tail["k"].dtype != torch.float32:
+            return False
+        return bound["body"].seal(p.t.layer_index[layer], tail["k"], tail["v"], src, dst)
+
+    # -- reading -------------------------------------------------------------------------------------------------
+    def reads(self, p: Pages, bucket: Bucket) -> bool:
+        """Whether kernels read everything that the bucket attends to. Not a chunk's own keys as they come."""
+        return not (p.builder.exact and bucket.prefill and p.t.tail is None) and self.bound(p.t) is not None
+
+    def attend_rows(self, layer: int, q: Tensor, out: Tensor, p: Pages, bucket: Bucket) -> None:
+        """q, out float32 [T, H, D]: the bucket's rows where they lie."""
+        self._attend(layer, q, out, torch.empty(q.shape[:2]), p, bucket, folded=False)
+
+    def attend(self, layer: int, q: Tensor, p: Pages, bucket: Bucket) -> tuple[Tensor, Tensor]:
+        """q [N, Hk, G * rows, D] -> (out, lse) float32; rows that only pad the bucket are zero."""
+        q, rows = q.float().contiguous(), bucket.rows
+        out, lse = torch.zeros_like(q), torch.zeros(q.shape[:3])
+        self._attend(layer, _strided(q, rows), _strided(out, rows), _strided(lse, rows), p, bucket, folded=True)
+        return out, lse
+
+    def _attend(self, layer: int, q: Tensor, out: Tensor, lse: Tensor, p: Pages, bucket: Bucket, folded: bool) -> None:
+        join = False
+        for source, layers in self.bound(p.t).items():
+            if (seen := view(p, bucket, source, folded)) is not None:
+                layers.attend(p.t.layer_index[layer], seen, q, out, lse, join)
+                join = True
+
+    def received(self, layer: int, q: Tensor, lse: Tensor, p: Pages, bucket: Bucket) -> list[tuple[Tile, Tensor]]:
+        """Compressor.received, a source at a time."""
+        q, lse, out = q.float().contiguous(), lse.contiguous(), []
+        for source, layers in self.bound(p.t).items():
+            if (seen := view(p, bucket, source, folded=True)) is None:
+                continue
+            tile = p.builder.whole(bucket, source, layer, seen.struct.blocks)
+            rows = _strided(q, bucket.rows), _strided(lse, bucket.rows)
+            out.append((tile, layers.mass(p.t.layer_index[layer], seen, *rows, tile.width)))
+        return out
 
 
 def view(p: Pages, bucket: Bucket, source: Source, folded: bool) -> View | None:
-    """What the bucket's rows see of a source, made once a step; None = nothing. folded: query rows come as [Nb, H, rows],
-    so that sequence n's start at n * H * rows; else they are the packed rows of the step."""
+    """What the bucket's rows see of a source, made once a step; None = nothing. folded: query rows come as
+    [Nb, H, rows], so that sequence n's start at n * H * rows; else they are the packed rows of the step."""
     key = (id(bucket), source, folded)
     if key not in p.views:
         t, m = p.t, bucket.members
@@ -57,19 +122,8 @@ def view(p: Pages, bucket: Bucket, source: Source, folded: bool) -> View | None:
     return p.views[key]
 
 
-def rows_first(x: Tensor, rows: int) -> Tensor:
-    """Folded [N, Hk, G * rows, W] as [row, H, W] for the kernels: row n * H * rows + r, heads `rows` rows apart."""
-    W = x.shape[-1]
+def _strided(x: Tensor, rows: int) -> Tensor:
+    """Folded [N, Hk, G * rows, (D)] as the kernels' [row, H, (D)], for sequence 0: the next begins H * rows rows on."""
     H = x.shape[1] * x.shape[2] // rows
-    return x.as_strided((rows, H, W), (W, rows * W, 1))  # of sequence 0; the next begins H * rows rows later
-
-
-def lse_rows_first(x: Tensor, rows: int) -> Tensor:
-    """Folded [N, Hk, G * rows] as [row, H]."""
-    H = x.shape[1] * x.shape[2] // rows
-    return x.as_strided((rows, H), (1, rows))
-
-
-def empty(N: int, Hk: int, R: int, W: int) -> tuple[Tensor, Tensor]:
-    """A partial that the kernels fill; rows that only pad a bucket stay zero."""
-    return torch.zeros(N, Hk, R, W), torch.zeros(N, Hk, R)
+    W = x.shape[3] if x.dim() == 4 else 1
+    return x.as_strided((rows, H, W) if x.dim() == 4 else (rows, H), (W, rows * W, 1) if x.dim() == 4 else (1, rows))

@@ -15,7 +15,7 @@ COMPILED = ("attention", "encode")  # what the CPU kernels do
 
 
 def library(device: str, kernels: str) -> ctypes.CDLL | None:
-    """The compiled kernels for a device such as "cpu" or "cuda:0", None = torch. Compiles them on the first use ever."""
+    """The compiled kernels for a device such as "cpu" or "cuda:0", None = torch. The first use ever compiles them."""
     return lib.load(kernels).library if str(device).startswith("cpu") else None
 
 

@@ -28,9 +28,10 @@ class Side:
              (axis "block": one per channel and `group` tokens); scale2 is multiplied in; zero is added
     table    float32 [2**bits]: the number of each code; None = the code itself
     fit      how a vector's scale is found when it is written, each step in float32:
-             as_is (no scale) | absmax: max|x| / the largest code or number | minmax: (max - min) / (2**bits - 1), zero =
-             min | for a table, x = n z, z along Format.turn in cells between `edges`, the upper one's on an edge: none,
-             norm, eden_mse, eden_unbiased, const_unbiased (n `factor`; see methods/turboquant.py) | "": not by a kernel
+             as_is (no scale) | absmax: max|x| / the largest code or number | minmax: (max - min) / (2**bits - 1),
+             zero = min | for a table, x = n z, z along Format.turn in cells between `edges`, the upper one's on an
+             edge: none, norm, eden_mse, eden_unbiased, const_unbiased (n `factor`; see methods/turboquant.py) | "": no
+             kernel writes it
     """
 
     codes: str

@@ -2,7 +2,7 @@
 // number, as in kernels/affine.py, fp8.py and codebook.py, step by step the same float32 operations (the rotation of a
 // codebook's input is a sum in another order than a BLAS takes). Codes go to planes in order `split`.
 #pragma once
-#include "attend.h"
+#include "chunk.h"
 
 enum kv_fit : int32_t {  // how the scale of a vector is found; 0 = the kernels do not write this side
   KV_AS_IS = 1, KV_ABSMAX, KV_MINMAX, KV_NORM_NONE, KV_NORM_KEEP, KV_EDEN_MSE, KV_EDEN_UNBIASED, KV_CONST_UNBIASED

@@ -79,8 +79,8 @@ def test_a_kernel_writes_the_bytes_of_encode(variant, method, options, D):
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("variant", pages.VARIANTS)
 def test_a_kernel_writes_turboquant_but_for_rounding_at_the_edges_of_cells(variant, scale, bits):
-    """A coordinate is a sum of D float32 products in another order: off by sqrt(D) 2**-25 or so, which passes an edge once
-    in some ten thousand coordinates at 8 bits. Whatever it does, the values are as near to the input as the reference's."""
+    """A coordinate is a sum of D float32 products in another order: off by sqrt(D) 2**-25 or so, which passes an edge
+    once in some ten thousand coordinates at 8 bits. Either way the values are as near to the input."""
     D = 64
     options = {"bits_k": bits, "bits_v": bits, "scale": scale, "share": "head"}
     k, v = tokens(D)

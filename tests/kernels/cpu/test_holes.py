@@ -22,7 +22,7 @@ METHODS = [
 
 
 def attended(library, cache: pages.Cache, valid: torch.Tensor, rows: pages.Rows, q: torch.Tensor):
-    """(out, lse) with the holes of `valid` uint8 [slots] of the only sequence, and float64 over the slots that are left."""
+    """(out, lse) with the holes of `valid` uint8 [slots] of the only sequence, and float64 over the other slots."""
     a, n = cache.arrays, len(valid)
     mask = torch.zeros(a.n_blocks, a.layers, a.heads, cache.block, dtype=torch.uint8)
     at = torch.arange(n)
