@@ -4,7 +4,8 @@ VENV   ?= .venv
 PY     := $(VENV)/bin/python
 # The CPU build of torch; for a GPU: make demo TORCH="torch>=2.11"
 TORCH  ?= torch==2.13.0
-# make bench QUICK=--quick; make llamacpp JOBS=2
+# make bench ROUNDS=5; make llamacpp JOBS=2
+ROUNDS   ?= 3
 QUICK    ?=
 JOBS     ?= 1
 LLAMACPP := .cache/llamacpp
@@ -40,14 +41,10 @@ check: venv  ## format, lint, import floors
 soak: venv  ## the long random walks and sweeps that CI leaves out
 	$(PY) -m pytest -q -m slow
 
+BENCHES := decode_attention overhead vs_transformers vs_llamacpp decode prefill continuous
 bench: venv  ## speed against transformers and llama.cpp, 25 minutes; writes benchmarks/results (QUICK=--quick: a trial)
-	$(PY) benchmarks/decode_attention.py $(QUICK)
-	$(PY) benchmarks/overhead.py $(QUICK)
-	$(PY) benchmarks/vs_transformers.py $(QUICK)
-	$(PY) benchmarks/vs_llamacpp.py $(QUICK)
-	$(PY) benchmarks/decode.py $(QUICK)
-	$(PY) benchmarks/prefill.py --rounds 2 $(QUICK)
-	$(PY) benchmarks/continuous.py --rounds 2 $(QUICK)
+	@failed=; for b in $(BENCHES); do echo "== $$b"; $(PY) benchmarks/$$b.py --rounds $(ROUNDS) $(QUICK) \
+	  || failed="$$failed $$b"; done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
 peers: venv  ## transformers' quantized caches, which the benchmarks leave out when absent
 	$(PY) -m pip install -q --disable-pip-version-check optimum-quanto==0.2.7 hqq==0.2.8.post1

@@ -14,6 +14,7 @@ Prefill is wall time on all cores: llama.cpp's two fastest settings of a sweep a
 
 from __future__ import annotations
 
+import gc
 import time
 from statistics import median
 
@@ -59,6 +60,7 @@ def settings(files: dict, context: int) -> list[tuple[str, str, bool]]:
 def decode(args, worker: Worker, files: dict, ours: Ours, batch: int, context: int) -> None:
     room, threads = clocks.room(args.rounds), common.thread_counts()
     sides, facts = {}, {}
+    gc.collect()  # the case before
     for weights, cache, flash in settings(files, context):
         row = peer_row(worker, files, weights, cache, flash)
         row["cache_bytes"] = int(_elements(ours.loaded) * batch * context * BITS[cache] / 8)

@@ -38,6 +38,7 @@ def case(args, loaded, peers: Peers, ours: Ours, batch: int, context: int) -> No
     if context + room > loaded.max_length:
         raise SystemExit(f"context {context} and {room} steps do not fit into {loaded.max_length}: fewer --rounds")
     sides, facts = {}, {}
+    gc.collect()  # the case before
 
     def add(name: str, make) -> None:
         """make() -> (step, facts); a side that cannot be made is reported and left out."""
@@ -60,7 +61,6 @@ def case(args, loaded, peers: Peers, ours: Ours, batch: int, context: int) -> No
         for name, options in METHODS.items():
             s = setting(name.split()[0], weights, **options)
             add(f"kvlab {name} {weights}", lambda s=s: lab(s))
-    gc.collect()
     threads = common.thread_counts()
     with clocks.Watch() as watch:
         times = clocks.run(sides, args.rounds, threads, 0.05 if args.quick else 0.25)

@@ -26,7 +26,7 @@ class EngineCfg:
     pool_bytes: int | None = None
     tile: int = 256
     prefill_reads: str = "encoded"
-    min_rows: int = 4  # pad a step to this many rows: with 4, a sequence's bits do not depend on who shares its batch
+    min_rows: int = 4  # pad a step (lean: a product that needs it) to this many rows, so that bits ignore the batch
     kernels: str = "auto"
     step: str = "auto"
     weights: str = "model"

@@ -1,7 +1,7 @@
 """Random formats, shapes and views against float64, for a minute: python fuzz.py LIBRARY VARIANT [SECONDS] [FIRST_SEED]
 
 For a library with AddressSanitizer (sanitize.py): every array has exactly the bytes that its shape says, the last token
-of the pool is read, and views that lie are handed over too, which the kernels must refuse. Each case is a seed; the last
+of the pool is read and written, and views that lie are handed over too, which the kernels must refuse. Each case is a seed; the last
 one printed is the one that failed.
 """
 
@@ -11,6 +11,7 @@ import random
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +47,7 @@ def case(seed: int, library) -> str:
     """Make one cache, attend to it in several ways. -> what was done; AssertionError when a number is wrong."""
     r = random.Random(seed)
     torch.set_num_threads(r.choice((1, 1, 2)))
+    torch.manual_seed(seed)
     D, block, Hk = (
         r.choice((16, 32, 48, 64, 80, 96, 112, 128, 144, 256)),
         r.choice((16, 32, 48, 64, 128)),
@@ -72,10 +74,58 @@ def case(seed: int, library) -> str:
     columns = r.choice((cache.table.shape[2] * block, max(lengths), 1, 77))
     mass = layers.mass(0, rows.view(cache.table), q.float(), got[1], columns)
     assert not mass.isnan().any(), "mass"
+    if not ragged:
+        holes(r, cache, library, rows, q)
     before = [x.clone() for x in got]
     lies(r, cache, layers, rows, q, got)
     assert all(torch.equal(a, b) for a, b in zip(before, got)), "a refused call wrote"
+    writes(r, cache, layers)
     return f"{method} ok"
+
+
+def holes(r: random.Random, cache: Cache, library, rows: Rows, q: torch.Tensor) -> None:
+    """The same with slots that are not there, one in two or nearly all or none, and garbage in them."""
+    a, table = cache.arrays, torch.from_numpy(cache.table[:, 0]).long()
+    hole = torch.rand(len(table), table.shape[1] * cache.block) < r.choice((0.0, 0.5, 0.97))
+    valid = torch.ones(a.n_blocks, a.layers, a.heads, cache.block, dtype=torch.uint8)
+    n, slot = hole.nonzero().T
+    at = table[n, slot // cache.block], slice(None), slice(None), slot % cache.block
+    valid[at] = 0
+    for name, t in a.data.items():
+        if a.regions[name].scope == "token":
+            t[at] = float("nan") if t.is_floating_point() else 255 if t.dtype == torch.uint8 else -1
+    fmt = replace(cache.codec.page_format(), valid="valid")
+    layers = cache.layers(library, fmt=fmt, arrays={**cache.flat, "valid": valid.view(-1, 1)})
+    cache.holes = hole
+    got = pages.attend(cache, layers, rows, q)
+    pages.assert_exact(cache, rows, q, got)
+    mass = layers.mass(0, rows.view(cache.table), q.float(), got[1], hole.shape[1])
+    assert not mass.isnan().any() and (mass.sum((1, 2)) * hole == 0).all(), "mass in a hole"
+
+
+def writes(r: random.Random, cache: Cache, layers: Layers) -> None:
+    """Tokens and blocks anywhere, the pool's last ones included; numbers that are none must be noticed."""
+    a, D, B = cache.arrays, cache.geom.D, cache.block
+    blocks = a.n_blocks * a.layers * a.heads
+    bad = r.choice((None, None, float("nan"), float("inf")))
+    if layers.appends:
+        T = r.choice((1, 2, 7, 33))
+        at = torch.randperm(blocks * B)[: cache.geom.Hk * T]
+        at[-1] = blocks * B - 1
+        k, v = torch.randn(cache.geom.Hk, T, D), torch.randn(cache.geom.Hk, T, D) * 10 ** r.uniform(-9, 4)
+        if len(at) == cache.geom.Hk * T:
+            if bad is not None:
+                v[-1, -1, r.randrange(D)] = bad
+            ok = layers.append(0, k, v, at)
+            assert ok == (bad is None) or cache.codec.family == "full", "a number that is none was written"
+    if layers.seals:
+        exact = [torch.randn(r.randint(3, 9), B * D) for _ in "kv"]
+        exact[1] = torch.randn_like(exact[0])
+        src = torch.randint(0, len(exact[0]), (r.randint(1, min(4, blocks)),))
+        src[-1] = len(exact[0]) - 1
+        dst = torch.randperm(blocks)[: len(src)]
+        dst[0] = blocks - 1 if blocks - 1 not in dst else dst[0]
+        assert layers.seal(0, *exact, src, dst)
 
 
 def lies(r: random.Random, cache: Cache, layers: Layers, rows: Rows, q: torch.Tensor, into: tuple) -> None:

@@ -56,6 +56,7 @@ class Cache:
     group_of: np.ndarray
     k: Tensor
     v: Tensor
+    holes: Tensor | None = None  # bool [N, slots]: slots that nobody sees, of all heads
 
     @property
     def flat(self) -> dict[str, Tensor]:
@@ -63,12 +64,12 @@ class Cache:
 
     def layers(self, library: ctypes.CDLL, **changes) -> Layers:
         a = self.arrays
-        offset = (
-            np.zeros_like(self.group_of) if self.ragged else np.arange(self.group_of.size).reshape(self.group_of.shape)
-        )
-        args = {"fmt": self.codec.page_format(), "arrays": self.flat, "block": self.block,
-                "layers": list(range(self.geom.L)), "group_of": self.group_of, "offset": offset, "stride": a.layers * a.heads, "capacity": a.n_blocks, "G": self.geom.G,
-                "scale": self.geom.scale} | changes  # fmt: skip
+        offset = np.arange(self.group_of.size).reshape(self.group_of.shape) * (not self.ragged)
+        args = {
+            "fmt": self.codec.page_format(), "arrays": self.flat, "block": self.block, "layers": list(range(self.geom.L)),
+            "group_of": self.group_of, "offset": offset, "stride": a.layers * a.heads, "capacity": a.n_blocks,
+            "G": self.geom.G, "scale": self.geom.scale,
+        } | changes  # fmt: skip
         return Layers(library, **args)
 
     @property
@@ -205,6 +206,8 @@ def exact(cache: Cache, rows: Rows, q: Tensor, layer: int = 0) -> tuple[Tensor, 
         K, V = cache.k[layer, n], cache.v[layer, n]
         lo, hi = (torch.from_numpy(x[n][cache.group_of[layer], :count]).T[:, :, None, None] for x in (rows.lo, rows.hi))
         seen = (slot >= lo) & (slot < hi)  # [rows, Hk, 1, slots]
+        if cache.holes is not None:
+            seen = seen & ~cache.holes[n]
         heads = q[first : first + count].unflatten(1, (cache.geom.Hk, cache.geom.G))
         logits = torch.einsum("rhgd,hsd->rhgs", heads, K) * cache.geom.scale
         logits = logits.masked_fill(~seen, -torch.inf)
