@@ -101,57 +101,59 @@ KV_INLINE X present(const Where& w, int slot, int a, int b, X x) {
 // One scale (and zero) per token can be applied to scores and probabilities; anything finer goes to the rows.
 KV_INLINE bool folds(const kv_side& s) { return s.axis == KV_TOKEN && s.group == s.width; }
 
+// Scale and shift of each lane for the group of tokens that `slot` is in (KV_BLOCK).
+static void block_scales(const kv_side& s, const Lanes& of, const Where& w, int slot, float* scale, float* shift) {
+  const int64_t at = (Where::row(w, slot) * (w.f.block / s.group) + slot % w.f.block / s.group) * s.width;
+  for (int c = 0; c < lanes(s); c += 16) {
+    if (of.runs) {
+      X a = meta_load(s.scale, s.meta, at + s.channel[c]);
+      store(scale + c, a);
+      store(shift + c, s.zero ? fma(a, set1(s.mid), meta_load(s.zero, s.meta, at + s.channel[c])) : set1(0.f));
+      continue;
+    }
+    for (int l = c; l < c + 16; l++) {
+      const int ch = s.channel[l] < 0 ? 0 : s.channel[l];
+      scale[l] = meta_at(s.scale, s.meta, at + ch);
+      shift[l] = s.zero ? meta_at(s.zero, s.meta, at + ch) + scale[l] * s.mid : 0.f;
+    }
+  }
+}
+
 // Rows x = scale * x + (zero + scale * mid): scales per group of channels, or per channel and group of tokens.
 static void scale_rows(const kv_side& s, const Lanes& of, const Where& w, int slot, int n, float* x) {
-  int W = lanes(s), groups = s.width / s.group;
-  float sc[MAX_SLOTS * 16], ze[MAX_SLOTS * 16], tab[2][16];
+  const int W = lanes(s), groups = s.width / s.group;
   if (s.axis == KV_BLOCK) {
+    float sc[MAX_SLOTS * 16], sh[MAX_SLOTS * 16];
     for (int t = 0; t < n;) {
-      int64_t at = (Where::row(w, slot + t) * (w.f.block / s.group) + (slot + t) % w.f.block / s.group) * s.width;
-      if (of.runs) {
-        for (int c = 0; c < W; c += 16) {
-          X a = meta_load(s.scale, s.meta, at + s.channel[c]);
-          store(sc + c, a);
-          store(ze + c, s.zero ? fma(a, set1(s.mid), meta_load(s.zero, s.meta, at + s.channel[c])) : set1(0.f));
-        }
-      } else {
-        for (int c = 0; c < W; c++) {
-          int ch = s.channel[c] < 0 ? 0 : s.channel[c];
-          sc[c] = meta_at(s.scale, s.meta, at + ch);
-          ze[c] = s.zero ? meta_at(s.zero, s.meta, at + ch) + sc[c] * s.mid : 0.f;
-        }
-      }
+      block_scales(s, of, w, slot + t, sc, sh);
       for (int end = t + s.group - (slot + t) % s.group; t < n && t < end; t++)
-        for (int c = 0; c < W; c += 16) store(x + t * W + c, fma(load(x + t * W + c), load(sc + c), load(ze + c)));
+        for (int c = 0; c < W; c += 16) store(x + t * W + c, fma(load(x + t * W + c), load(sc + c), load(sh + c)));
     }
     return;
   }
-  for (int t = 0; t < n; t++, x += W) {
-    int64_t at = Where::token(w, slot + t) * groups;
+  int64_t at = Where::token(w, slot) * groups;
+  for (int t = 0; t < n; t++, x += W, at += groups) {
     if (groups > 16) {
       for (int c = 0; c < W; c++) {
-        int g = of.group[c];
-        float a = meta_at(s.scale, s.meta, at + g);
-        x[c] = x[c] * a + (s.zero ? meta_at(s.zero, s.meta, at + g) + a * s.mid : 0.f);
+        const float a = meta_at(s.scale, s.meta, at + of.group[c]);
+        x[c] = x[c] * a + (s.zero ? meta_at(s.zero, s.meta, at + of.group[c]) + a * s.mid : 0.f);
       }
       continue;
     }
-    for (int g = 0; g < groups; g++) {
-      tab[0][g] = meta_at(s.scale, s.meta, at + g);
-      tab[1][g] = s.zero ? meta_at(s.zero, s.meta, at + g) + tab[0][g] * s.mid : 0.f;
-    }
+    const X a = meta_few(s.scale, s.meta, at, groups);
+    const X b = s.zero ? fma(a, set1(s.mid), meta_few(s.zero, s.meta, at, groups)) : set1(0.f);
     for (int c = 0; c < W; c += 16)
-      store(x + c, fma(load(x + c), permute(tab[0], of.group + c, groups), permute(tab[1], of.group + c, groups)));
+      store(x + c, fma(load(x + c), permute(a, of.group + c, groups), permute(b, of.group + c, groups)));
   }
 }
 
 // n tokens of a side (all in one block), as stored; float32 pages are read where they lie.
-static const float* read_rows(const kv_side& s, const Decoder* d, const Lanes& of, const Where& w, int slot, int n, float* buf) {
+static const float* read_rows(const kv_side& s, const Decoder* d, const Lanes& of, const Where& w, int slot, int n, float* buf, bool scaled = true) {
   const int64_t token = Where::token(w, slot);
   const uint8_t* row = s.codes + token * s.row_bytes;
   if (s.kind == KV_F32 && s.axis == KV_NONE && !w.f.valid) return (const float*)row;
   d->rows(s, row, n, buf);
-  if (s.axis != KV_NONE && !folds(s)) scale_rows(s, of, w, slot, n, buf);
+  if (scaled && s.axis != KV_NONE && !folds(s)) scale_rows(s, of, w, slot, n, buf);
   for (int t = 0; w.f.valid && t < n; t++)  // nothing that lies in a hole may reach a sum, not even times zero
     if (!w.f.valid[token + t]) std::memset(buf + t * lanes(s), 0, sizeof(float) * lanes(s));
   return buf;
@@ -245,20 +247,38 @@ static void split_rows(const kv_format& f, const Sides& d, const Where& w, int R
       z[r] = 0.f;
       for (int c = 0; c < lanes(k); c++) z[r] += q[r * ldq + at + c];
     }
+    const bool per_channel = k.axis == KV_BLOCK;  // a group's scales multiply the queries instead of its sixteen tokens
+    alignas(64) float scaled[MAX_R][MAX_SLOTS * 16], sc_lane[MAX_SLOTS * 16], sh_lane[MAX_SLOTS * 16];
     for (int t = 0; t < n; t += 16) {
       if (t + AHEAD < n) prefetch_rows(k, w, first + t + AHEAD);
       if (!i) prefetch_rows(f.v, w, first + t);
-      const float* x = read_rows(k, d.k[i], d.of[i], w, first + t, 16, buf);
+      const float* x = read_rows(k, d.k[i], d.of[i], w, first + t, 16, buf, !per_channel);
+      const float* y = q + at;
+      int ldy = ldq;
+      if (per_channel) {
+        block_scales(k, d.of[i], w, first + t, sc_lane, sh_lane);
+        for (int r = 0; r < R; r++) {
+          X sum = set1(0.f);
+          for (int c = 0; c < lanes(k); c += 16) {
+            X u = load(q + r * ldq + at + c);
+            sum = fma(u, load(sh_lane + c), sum);
+            store(scaled[r] + c, mul(u, load(sc_lane + c)));
+          }
+          z[r] = hsum(sum);
+        }
+        y = scaled[0], ldy = MAX_SLOTS * 16;
+      }
       alignas(64) float dots[MAX_R][16];
-#define KV_CALL(N) dot16<N>(q + at, ldq, x, lanes(k), dots[0], 16)
+#define KV_CALL(N) dot16<N>(y, ldy, x, lanes(k), dots[0], 16)
       KV_ROWS(R, KV_CALL)
 #undef KV_CALL
       X sc = set1(1.f), sh = set1(0.f);
       if (folds(k)) token_scales(k, w, first + t, sc, sh);
       for (int r = 0; r < R; r++) {
-        X y = load(dots[r]);
-        if (folds(k)) y = fma(sh, set1(z[r]), mul(y, sc));
-        store(&s[r][t], i ? add(load(&s[r][t]), y) : y);
+        X score = load(dots[r]);
+        if (folds(k)) score = fma(sh, set1(z[r]), mul(score, sc));
+        if (per_channel) score = add(score, set1(z[r]));
+        store(&s[r][t], i ? add(load(&s[r][t]), score) : score);
         punch(w, first + t, 16, &s[r][t]);
       }
     }

@@ -217,4 +217,10 @@ KV_INLINE X meta_load(const uint8_t* p, int32_t type, int64_t i) {  // sixteen i
   return type == KV_F16 ? load_half(h) : load_bf16(h);
 }
 
+KV_INLINE X meta_few(const uint8_t* p, int32_t type, int64_t i, int n) {  // n <= 16 in a row, as the first lanes
+  if (type == KV_F16) return half_few((const uint16_t*)p + i, n);
+  float x[16] = {};
+  for (int j = 0; j < n; j++) x[j] = meta_at(p, type, i + j);
+  return load(x);
+}
 }  // namespace

@@ -292,27 +292,44 @@ KV_INLINE X between(X x, int from, int to, float other) {
   return load(v);
 }
 
-// t[at[l]] per lane; n <= 16 entries of t are used, at < n. t has room for sixteen.
+// t[at[l]] per lane, at < n <= 16; and n <= 16 float16 numbers as the first lanes.
 #if KV_AVX512
-KV_INLINE X permute(const float* t, const int32_t* at, int) {
-  return {_mm512_permutexvar_ps(_mm512_loadu_si512(at), _mm512_loadu_ps(t))};
+KV_INLINE X permute(X t, const int32_t* at, int) { return {_mm512_permutexvar_ps(_mm512_loadu_si512(at), t.a)}; }
+KV_INLINE X half_few(const uint16_t* p, int n) {
+  uint16_t h[16] = {};
+  std::memcpy(h, p, 2 * (size_t)n);
+  return load_half(h);
 }
 #elif KV_AVX2
-KV_INLINE X permute(const float* t, const int32_t* at, int n) {
+KV_INLINE X permute(X t, const int32_t* at, int n) {
   __m256i a = _mm256_loadu_si256((const __m256i*)at), b = _mm256_loadu_si256((const __m256i*)(at + 8));
-  __m256 lo = _mm256_loadu_ps(t);
-  X r = {_mm256_permutevar8x32_ps(lo, a), _mm256_permutevar8x32_ps(lo, b)};
+  X r = {_mm256_permutevar8x32_ps(t.a, a), _mm256_permutevar8x32_ps(t.a, b)};
   if (n <= 8) return r;
-  __m256 hi = _mm256_loadu_ps(t + 8);
   __m256i seven = _mm256_set1_epi32(7);
-  r.a = _mm256_blendv_ps(r.a, _mm256_permutevar8x32_ps(hi, a), _mm256_castsi256_ps(_mm256_cmpgt_epi32(a, seven)));
-  r.b = _mm256_blendv_ps(r.b, _mm256_permutevar8x32_ps(hi, b), _mm256_castsi256_ps(_mm256_cmpgt_epi32(b, seven)));
+  r.a = _mm256_blendv_ps(r.a, _mm256_permutevar8x32_ps(t.b, a), _mm256_castsi256_ps(_mm256_cmpgt_epi32(a, seven)));
+  r.b = _mm256_blendv_ps(r.b, _mm256_permutevar8x32_ps(t.b, b), _mm256_castsi256_ps(_mm256_cmpgt_epi32(b, seven)));
   return r;
 }
+KV_INLINE X half_few(const uint16_t* p, int n) {  // straight into a register: a detour over memory stalls
+  if (n == 2) {
+    int32_t two;
+    std::memcpy(&two, p, 4);
+    return {_mm256_cvtph_ps(_mm_cvtsi32_si128(two)), _mm256_setzero_ps()};
+  }
+  if (n == 4) return {_mm256_cvtph_ps(_mm_loadl_epi64((const __m128i*)p)), _mm256_setzero_ps()};
+  uint16_t h[16] = {};
+  std::memcpy(h, p, 2 * (size_t)n);
+  return load_half(h);
+}
 #else
-KV_INLINE X permute(const float* t, const int32_t* at, int) {
+KV_INLINE X permute(X t, const int32_t* at, int) {
   X r;
-  for (int i = 0; i < 16; i++) r.v[i] = t[at[i]];
+  for (int i = 0; i < 16; i++) r.v[i] = t.v[at[i]];
+  return r;
+}
+KV_INLINE X half_few(const uint16_t* p, int n) {
+  X r = {};
+  for (int i = 0; i < n; i++) r.v[i] = half_to_float(p[i]);
   return r;
 }
 #endif

@@ -1,8 +1,8 @@
 """Random formats, shapes and views against float64, for a minute: python fuzz.py LIBRARY VARIANT [SECONDS] [FIRST_SEED]
 
 For a library with AddressSanitizer (sanitize.py): every array has exactly the bytes that its shape says, the last token
-of the pool is read and written, and views that lie are handed over too, which the kernels must refuse. Each case is a seed; the last
-one printed is the one that failed.
+of the pool is read and written, and views that lie are handed over too, which the kernels must refuse. Each case is a
+seed; the last one printed is the one that failed.
 """
 
 from __future__ import annotations
@@ -136,16 +136,15 @@ def lies(r: random.Random, cache: Cache, layers: Layers, rows: Rows, q: torch.Te
     at, far = (n, r.randrange(cache.table.shape[1])), r.choice((2**31 - 1, 10**6))
     for _ in range(3):
         table, lo, hi, count = cache.table.copy(), rows.lo.copy(), rows.hi.copy(), np.array(rows.count)
-        match r.randrange(5):
-            case 0:
-                table[(*at, r.randrange(table.shape[2]))] = r.choice((-1, cache.arrays.n_blocks, far))
-            case 1:
-                lo[(*at, 0)] = r.choice((-1, -far))
-            case 2:
-                hi[(*at, 0)] = r.choice((cache.table.shape[2] * cache.block + 1, far))
-            case 3:
-                count[n] = rows.lo.shape[2] + r.choice((1, 1000))
-            case 4: count[n] = -r.choice((1, 1000))  # fmt: skip
+        what, past = r.choice(("id", "lo", "hi", "more", "less")), cache.table.shape[2] * cache.block + 1
+        if what == "id":
+            table[(*at, r.randrange(table.shape[2]))] = r.choice((-1, cache.arrays.n_blocks, far))
+        elif what == "lo":
+            lo[(*at, 0)] = r.choice((-1, -far))
+        elif what == "hi":
+            hi[(*at, 0)] = r.choice((past, far))
+        else:
+            count[n] = -r.choice((1, 1000)) if what == "less" else rows.lo.shape[2] + r.choice((1, 1000))
         view = View.of(table, lo, hi, rows.first, count)
         try:
             layers.attend(0, view, q.float(), *into)

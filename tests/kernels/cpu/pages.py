@@ -1,35 +1,28 @@
-"""Pages with known content, the kernels over them, and softmax in float64 over what the codec says they mean.
+"""Pages with known content, and the kernels over them.
 
 A `Cache` holds one codec's pages of N sequences. Slots that nobody sees can be spoiled: random bytes, a quarter of the
-floats NaN. `attend` runs the kernels on rows of queries, `exact` is the definition.
+floats NaN. `attend` runs the kernels on rows of queries, `exact` (float64.py) is the definition.
 """
 
 from __future__ import annotations
 
 import ctypes
-import math
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
+from float64 import ATOL, assert_exact, decode, exact, tolerance  # noqa: F401  (tests find them here)
 from torch import Tensor
 
 from kvlab import registry
 from kvlab.cache.arrays import Arrays
 from kvlab.cache.layout import Geom
 from kvlab.codec import Codec
-from kvlab.kernels import packing
 from kvlab.kernels.cpu import isa, lib
 from kvlab.kernels.cpu.attend import Layers, View
 from kvlab.kernels.cpu.structs import prototypes  # noqa: F401  (for tests that call the library themselves)
-from kvlab.methods.turboquant import TurboQuant
 
-# What a kernel may differ from float64 by, for queries, keys and values of unit variance (runtime.md 9.2): a logit is D
-# float32 products times D**-0.5. Partial sums grow like sqrt(i) and each is rounded by at most 2**-24 of itself, so the
-# logit is off by 2**-24 sqrt(D / 6) in the root mean square: 2.8e-7 at D = 128, seven sigma of it 2e-6 (a case has up to
-# 10**6 logits). An lse or an output is a mean of those, weighted; what its own sums add is smaller.
-ATOL = 2e-6
 VARIANTS = tuple(isa.VARIANTS)
 
 
@@ -66,7 +59,7 @@ class Cache:
         a = self.arrays
         offset = np.arange(self.group_of.size).reshape(self.group_of.shape) * (not self.ragged)
         args = {
-            "fmt": self.codec.page_format(), "arrays": self.flat, "block": self.block, "layers": list(range(self.geom.L)),
+            "fmt": self.codec.page_format(), "arrays": self.flat, "block": self.block, "layers": [*range(self.geom.L)],
             "group_of": self.group_of, "offset": offset, "stride": a.layers * a.heads, "capacity": a.n_blocks,
             "G": self.geom.G, "scale": self.geom.scale,
         } | changes  # fmt: skip
@@ -131,7 +124,7 @@ class Rows:
 
 def build(method: str, geom: Geom, block: int, slots: list[int], seed: int = 0, ragged: bool = False, spare: int = 0,
           shift: float = 0.0, size: float = 1.0, **options) -> Cache:  # fmt: skip
-    """Random keys and values in shuffled blocks, all of the pool (but `spare` blocks). shift: added to keys' channels."""
+    """Random keys and values in shuffled blocks, all of the pool (but `spare` blocks). shift: of key channels."""
     codec = registry.build(method, **options).codec
     codec.setup(geom, block)
     N, nb, L, Hk, D = len(slots), -(-max(slots) // block), geom.L, geom.Hk, geom.D
@@ -161,28 +154,6 @@ def build(method: str, geom: Geom, block: int, slots: list[int], seed: int = 0, 
     return Cache(codec, geom, block, arrays, table, group_of, *(torch.stack(s) for s in zip(*stored)))
 
 
-def decode(codec: Codec, layer: int, page: dict[str, Tensor]) -> list[Tensor]:
-    """`codec.decode` in float64: where it multiplies matrices, float32 would add errors of its own."""
-    if not isinstance(codec, TurboQuant):
-        return [x.double() for x in codec.decode(layer, page)]
-    out, D = [], codec.geom.D
-    for role, pi in zip("kv", codec.pi.double()):
-        bits, z = codec.bits[role], 0.0
-        if bits:
-            z = codec.centroids[role].double()[packing.unpack(page[role], D, bits).long()]
-        if codec.variant == "prod" and role == "k":
-            signs = packing.unpack(page["k_sign"], D, 1).double() * 2 - 1
-            z = z + codec.factor * page["k_gamma"].double()[..., None] * (
-                signs @ codec.sketch.double()[_row(codec, layer)]
-            )
-        out.append(z * page[f"{role}_norm"].double()[..., None] @ pi[_row(codec, layer)])
-    return out
-
-
-def _row(codec: TurboQuant, layer: int) -> int:
-    return 0 if codec.share == "all" else layer
-
-
 def queries(cache: Cache, rows: Rows, seed: int = 1, size: float = 1.0) -> Tensor:
     """float64 [rows, H, D], each a float32 number; never drawn like the keys, which it would then be parallel to."""
     gen = torch.Generator().manual_seed(10**6 + seed)
@@ -196,42 +167,3 @@ def attend(cache: Cache, layers: Layers, rows: Rows, q: Tensor, layer: int = 0, 
     view = rows.view(cache.table if table is None else table)
     layers.attend(layer, view, q.float(), out, lse, join=into is not None)
     return out, lse
-
-
-def exact(cache: Cache, rows: Rows, q: Tensor, layer: int = 0) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """float64 out [rows, H, D], lse [rows, H], and of each sequence the weights [rows, Hk, G, slots]."""
-    out, lse, weights = [], [], []
-    slot = torch.arange(cache.k.shape[3])
-    for n, (first, count) in enumerate(zip(rows.first, rows.count)):
-        K, V = cache.k[layer, n], cache.v[layer, n]
-        lo, hi = (torch.from_numpy(x[n][cache.group_of[layer], :count]).T[:, :, None, None] for x in (rows.lo, rows.hi))
-        seen = (slot >= lo) & (slot < hi)  # [rows, Hk, 1, slots]
-        if cache.holes is not None:
-            seen = seen & ~cache.holes[n]
-        heads = q[first : first + count].unflatten(1, (cache.geom.Hk, cache.geom.G))
-        logits = torch.einsum("rhgd,hsd->rhgs", heads, K) * cache.geom.scale
-        logits = logits.masked_fill(~seen, -torch.inf)
-        z = logits.logsumexp(-1)
-        w = (logits - z[..., None]).exp().nan_to_num(0.0)
-        out.append(torch.einsum("rhgs,hsd->rhgd", w, V).flatten(1, 2))
-        lse.append(z.flatten(1, 2))
-        weights.append(w)
-    return torch.cat(out), torch.cat(lse), weights
-
-
-def tolerance(cache: Cache, q: Tensor, layer: int = 0) -> float:
-    """ATOL, scaled to how large these queries, keys and values are. A codec with a basis of its own multiplies by
-    matrices twice more: three sums of D products instead of one."""
-    size = [max(1.0, x.square().mean().sqrt().item()) for x in (q, cache.k[layer], cache.v[layer]) if x.numel()]
-    turned = cache.codec.page_format().turn is not None
-    return ATOL * math.prod(size) * max(1.0, cache.geom.D / 128) ** 0.5 * (3**0.5 if turned else 1.0)
-
-
-def assert_exact(cache: Cache, rows: Rows, q: Tensor, got: tuple[Tensor, Tensor], layer: int = 0, atol=None) -> None:
-    """Outputs and lse of every row; one that sees nothing is zeros and -inf."""
-    (want, lse, _), atol = exact(cache, rows, q, layer), atol or tolerance(cache, q, layer)
-    none = lse == -torch.inf
-    assert (got[0][none] == 0).all() and (got[1][none] == -torch.inf).all(), "a row that sees nothing"
-    for name, x, y in (("out", got[0], want), ("lse", got[1], lse)):
-        error = (x.double() - y)[~none].abs().max().item() if not none.all() else 0.0
-        assert error <= atol, f"{name} is off by {error:.2e} > {atol:.1e}"  # NaN fails too

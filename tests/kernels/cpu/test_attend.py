@@ -1,4 +1,4 @@
-"""Attention on packed pages is softmax in float64 over what the codec decodes: every codec, bit width, shape and backend.
+"""Attention on packed pages is softmax in float64 over what the codec decodes: every codec, bit width, shape, backend.
 
 A case draws its shape from a generator seeded by its name; `test_the_cases_cover` says that nothing was left out. The
 slots that a case must not read hold garbage (pages.py).

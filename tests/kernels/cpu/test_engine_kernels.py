@@ -1,4 +1,4 @@
-"""The engine gives the same tokens on the CPU kernels as on the torch path: every method, pipeline, kind of prefill, and
+"""The engine gives the same tokens on the CPU kernels as on the torch path: every method, pipeline, kind of prefill,
 models with sliding windows. (tests/test_batch_invariance.py runs the laws of batches on whatever `auto` means here.)
 """
 
@@ -64,7 +64,7 @@ def assert_tokens_of_the_torch_path(
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(("name", "reads"), list(product(METHODS, ("encoded", "exact"))))
 def test_every_method_gives_the_tokens_of_the_torch_path(name, reads, variant, calls):
-    """Fails when a tail is not joined, a window cuts elsewhere, padded rows are read, or a chunk sees what it must not."""
+    """Fails when a tail is not joined, a window cuts elsewhere, or a chunk sees what it must not."""
     assert_tokens_of_the_torch_path((name,), variant, calls, prefill_reads=reads, **MIXED)
 
 

@@ -1,4 +1,4 @@
-"""What attention on packed pages promises beyond its value: a row's bits depend on the row and the slots it sees alone."""
+"""What attention on packed pages promises beyond its value: a row's bits depend on it and the slots it sees alone."""
 
 from __future__ import annotations
 
