@@ -45,7 +45,7 @@ class Layers:
     """One page format over the arrays of a cache class, for each of its layers.
 
     arrays      {region: flat tensor, last axis = one token's row}: live storages, which must not move
-    group_of    int [layers, Hk]  table that a head reads     offset  int64 [layers, Hk]  row of (layer, head) in a block
+    group_of    int [layers, Hk]  table that a head reads     offset  int64 [layers, Hk]  row of each in a block
     stride      rows of a block   capacity  blocks of the pool   layers  the model's number of each, for Format.turn
     """
 

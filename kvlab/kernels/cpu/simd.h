@@ -271,7 +271,7 @@ KV_INLINE X exp2_in_range(X x) {
     for (float c : {1.33904634e-3f, 9.61855426e-3f, 5.55033247e-2f, 0.240226462f, 0.693147182f, 1.f}) p = p * f + c;
     int32_t bits;
     std::memcpy(&bits, &p, 4);
-    bits += (int32_t)n << 23;
+    bits += (int32_t)n * (1 << 23);
     std::memcpy(&r.v[i], &bits, 4);
   }
   return r;
