@@ -2,7 +2,8 @@
 
 A step of the peer is the time between two token timestamps of its requests, after the last request's first token (so
 that no prompt is still being prefilled); ours is the wall time of Engine.step over the same range. Wall time on one
-thread, since the peer stamps wall time from a thread of its own: run it on a quiet machine.
+thread, since the peer stamps wall time from a thread of its own: run it on a quiet machine. The peer's pool holds what
+the prompts need, 512 tokens a step at most, like ours.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import common
 
 PEER = "transformers generate_batch"
 METHODS = ("full", "turboquant")
+PAGE = 256  # tokens: the peer's default
 
 
 def main() -> None:
-    args = common.arguments(__doc__.splitlines()[0], length=256, new=24)
+    args = common.arguments(__doc__.splitlines()[0], length=256, new=16)
     common.setup()
     import torch
     from transformers import GenerationConfig
@@ -50,8 +52,14 @@ def main() -> None:
 
 
 def _peer(model, ids: list[list[int]], config) -> tuple[float, list[list[int]]]:
+    from transformers import ContinuousBatchingConfig
+
     model.set_attn_implementation("sdpa")
-    out = model.generate_batch(ids, generation_config=config, record_timestamps=True, warmup=False)
+    blocks = len(ids) * (-(-(len(ids[0]) + config.max_new_tokens) // PAGE) + 1)  # else it takes nine tenths of the memory
+    pages = ContinuousBatchingConfig(page_size=PAGE, num_blocks=blocks, max_batch_tokens=512)
+    out = model.generate_batch(
+        ids, generation_config=config, continuous_batching_config=pages, record_timestamps=True, warmup=False
+    )
     stamps = [r.timestamps for r in out.values()]
     begin = max(s[0] for s in stamps)
     gaps = []

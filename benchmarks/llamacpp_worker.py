@@ -134,11 +134,10 @@ class Worker:
         return time.perf_counter() - wall, time.process_time() - cpu
 
     def close(self) -> None:
-        """Every context and kept cache; the models stay."""
+        """Every context; models and kept caches stay."""
         for c in self.contexts.values():
             c.close()
         self.contexts.clear()
-        self.states.clear()
 
 
 def main() -> None:

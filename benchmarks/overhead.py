@@ -87,7 +87,7 @@ def measure(lab, cost: tuple[float, float]) -> dict[str, float]:
 
 
 def main() -> None:
-    args = common.arguments(__doc__.splitlines()[0], context=512, weights="model,bf16,int8")
+    args = common.arguments(__doc__.splitlines()[0], context=512, weights="model,int8")
     common.setup()
     from kvlab.models.load import ModelCfg, load
 

@@ -4,7 +4,7 @@ peers  forward + argmax with DynamicCache and StaticCache (fp32; bf16 weights an
        backend is installed (`make peers`). The bf16 DynamicCache is shown and never compared with: torch's attention
        takes a slow path there
 ours   Engine.step (scheduler, pages, attention, sampling): the lean step with fp32, bf16 and int8 weights, times the
-       full cache (fp32, bf16), int4, turboquant and kivi
+       full cache (in bf16; with fp32 weights in fp32 too), int4, turboquant and kivi
 
 Caches hold random keys and values (ours.py, peers.py); turns, rounds and figures: clocks.py. Ratios are against the
 fastest transformers side of the case, whatever its weights; rows name the weights of each.
@@ -46,6 +46,9 @@ def case(args, loaded, peers: Peers, ours: Ours, batch: int, context: int) -> No
             return
         try:
             step, row = make()
+        except ImportError:
+            print(f"  left out: {name}: its package is not installed (`make peers`)")
+            return
         except Exception as error:
             print(f"  left out: {name}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
             return
@@ -59,6 +62,8 @@ def case(args, loaded, peers: Peers, ours: Ours, batch: int, context: int) -> No
         add(f"transformers {name}", lambda name=name: peers.step(name, batch, context, room))
     for weights in args.weights.split(","):
         for name, options in METHODS.items():
+            if name == "full" and weights != "model":
+                continue
             s = setting(name.split()[0], weights, **options)
             add(f"kvlab {name} {weights}", lambda s=s: lab(s))
     threads = common.thread_counts()

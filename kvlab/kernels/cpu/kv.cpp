@@ -28,24 +28,41 @@ KV_API const char* kv_isa() {
 #endif
 }
 
+static bool shape_ok(const kv_side& s) {
+  if (s.kind < KV_F32 || s.kind > KV_TABLE || s.width <= 0 || s.width > 512) return false;
+  if (!is_codes(s)) return s.width % 16 == 0;
+  if (s.bits < 1 || s.bits > 8 || s.pack <= 0 || s.pack % 8 || s.width % s.pack) return false;
+  return s.pack * unit_bytes(s.bits) / 8 <= 16 * MAX_UNITS;
+}
+static int64_t least_row_bytes(const kv_side& s) {
+  if (is_codes(s)) return (int64_t)s.width * s.bits / 8;
+  return (int64_t)s.width * (s.kind == KV_F32 ? 4 : s.kind == KV_BF16 || s.kind == KV_F16 ? 2 : 1);
+}
+
 // Fills channel [1024] and returns the slots of a side, negative when the kernels cannot hold it.
 KV_API int32_t kv_slots(const kv_side* s, int16_t* channel) {
-  if (s->width <= 0 || s->width > 512 || (is_codes(*s) && (s->bits < 1 || s->bits > 8 || s->pack <= 0 || s->pack % 8 || s->width % s->pack))) return KV_BAD_FORMAT;
-  if (is_codes(*s) && s->pack * unit_bytes(s->bits) / 8 > 16 * MAX_UNITS) return KV_BAD_FORMAT;
-  return slot_channels(*s, channel);
+  int16_t found[MAX_SLOTS * 16];
+  if (!shape_ok(*s)) return KV_BAD_FORMAT;
+  const int n = slot_channels(*s, found);
+  if (n < 1) return KV_BAD_FORMAT;
+  std::memcpy(channel, found, sizeof(int16_t) * 16 * n);
+  return n;
 }
 
 static bool side_ok(const kv_side& s, int block) {
-  if (!s.codes || !s.channel || s.slots < 1 || s.slots > MAX_SLOTS || s.kind < KV_F32 || s.kind > KV_TABLE) return false;
-  if (s.kind == KV_TABLE && !s.table) return false;
+  int16_t found[MAX_SLOTS * 16];
+  if (!shape_ok(s) || !s.codes || !s.channel || s.row_bytes < least_row_bytes(s)) return false;
+  if (s.slots < 1 || s.slots != slot_channels(s, found) || std::memcmp(s.channel, found, sizeof(int16_t) * 16 * s.slots)) return false;
+  if (is_codes(s) && !s.table && (s.kind == KV_TABLE || s.bits <= 5)) return false;
   if (s.axis == KV_NONE) return true;
-  if (!s.scale || s.meta > KV_F16 || s.group < 1) return false;
-  return s.axis == KV_TOKEN ? s.width % s.group == 0 : block % s.group == 0;
+  if ((s.axis != KV_TOKEN && s.axis != KV_BLOCK) || !s.scale || s.meta < KV_F32 || s.meta > KV_F16 || s.group < 1) return false;
+  return s.axis == KV_TOKEN ? s.width % s.group == 0 : s.group % 16 == 0 && block % s.group == 0;
 }
 
 // Once a layer at set-up, and once a step for a view. capacity: blocks of the pool.
 KV_API int32_t kv_check_format(const kv_format* f) {
   if (f->size != (int32_t)sizeof(kv_format)) return KV_BAD_SIZE;
+  if (!f->group_of || !f->offset) return KV_BAD_FORMAT;
   const int keys = f->k[0].width + (f->keys > 1 ? f->k[1].width : 0);
   if (f->turn ? keys % 16 : keys != f->dim) return KV_BAD_FORMAT;
   if (f->back ? f->dim % 16 : f->v.width != f->dim) return KV_BAD_FORMAT;
