@@ -55,7 +55,7 @@ def _peer(model, ids: list[list[int]], config) -> tuple[float, list[list[int]]]:
     from transformers import ContinuousBatchingConfig
 
     model.set_attn_implementation("sdpa")
-    blocks = len(ids) * (-(-(len(ids[0]) + config.max_new_tokens) // PAGE) + 1)  # else it takes nine tenths of the memory
+    blocks = len(ids) * (-(-(len(ids[0]) + config.max_new_tokens) // PAGE) + 1)  # else: 9/10 of the memory
     pages = ContinuousBatchingConfig(page_size=PAGE, num_blocks=blocks, max_batch_tokens=512)
     out = model.generate_batch(
         ids, generation_config=config, continuous_batching_config=pages, record_timestamps=True, warmup=False
