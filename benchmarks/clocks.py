@@ -24,6 +24,7 @@ import common
 Turn = Callable[[int, int], tuple[float, float]]  # (threads, steps) -> wall and CPU seconds of a step
 CASES = ((1, 512), (1, 2048), (1, 8000), (8, 512), (8, 2048))  # (batch, context)
 MOST = 8  # steps of a turn
+BUDGET, QUICK = 0.2, 0.05  # seconds of a turn
 PAUSE = 0.02  # seconds between turns: threads of the side before stop spinning
 QUIET = 0.25  # cores that others may take
 
@@ -81,7 +82,7 @@ def turns(step: Callable[[], object]) -> Turn:
     return turn
 
 
-def run(sides: dict[str, Turn], rounds: int, threads: tuple[int, ...], budget: float = 0.25) -> dict[str, Times]:
+def run(sides: dict[str, Turn], rounds: int, threads: tuple[int, ...], budget: float) -> dict[str, Times]:
     """Times of every side that ran to the end."""
     out: dict[str, Times] = {}
     for name, turn in sides.items():

@@ -82,7 +82,7 @@ def decode(args, worker: Worker, files: dict, ours: Ours, batch: int, context: i
                 continue
             sides[row["side"]], facts[row["side"]] = clocks.turns(lab.engine.step), row
     with clocks.Watch((worker.pid,)) as watch:
-        times = clocks.run(sides, args.rounds, threads, 0.05 if args.quick else 0.25)
+        times = clocks.run(sides, args.rounds, threads, clocks.QUICK if args.quick else clocks.BUDGET)
     rows = [facts[n] | t.row() | {"extra": facts[n]["cache"] == "q4_0"} | watch.facts for n, t in times.items()]
     if small := [r for r in rows if r["cache"] == "q4_0"]:
         best, best_cpu = (min(small, key=lambda r: r[k]) for k in ("ms_wall", "ms_cpu_1"))

@@ -68,7 +68,7 @@ def case(args, loaded, peers: Peers, ours: Ours, batch: int, context: int) -> No
             add(f"kvlab {name} {weights}", lambda s=s: lab(s))
     threads = common.thread_counts()
     with clocks.Watch() as watch:
-        times = clocks.run(sides, args.rounds, threads, 0.05 if args.quick else 0.25)
+        times = clocks.run(sides, args.rounds, threads, clocks.QUICK if args.quick else clocks.BUDGET)
     rows = [facts[n] | t.row() | {"extra": "known slow" in n} | watch.facts for n, t in times.items()]
     told = {"batch": batch, "context": context, "model": loaded.id, "clock": "wall at best threads; CPU on 1"}
     clocks.report("vs_transformers", rows, "transformers", args.quick, **told)

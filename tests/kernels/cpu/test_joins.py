@@ -92,6 +92,22 @@ def test_mass_is_the_attention_that_each_slot_received(make, count, columns):
         assert (got[n, ..., : want.shape[-1]][want == 0] == 0).all(), "slots that nobody sees"
 
 
+@pytest.mark.parametrize("above", [50, 87, 95, 200])
+def test_mass_beyond_all_floats_is_large_and_never_negative_or_nan(make, above):
+    """prefill_reads=exact attends to keys as they came, and counts votes with keys as they are stored: at few bits a
+    logit may then lie far above the lse. Fails when 2**n is made of bits without a bound on n."""
+    cache, layers = make([80])
+    rows = Rows.last([1], [80])
+    q = pages.queries(cache, rows)
+    _, lse, weights = pages.exact(cache, rows, q)
+    got = layers.mass(0, rows.view(cache.table), q.float(), (lse - above).float(), 96)
+    want = (weights[0][0] * np.exp(above)).float()  # some infinite from 88 on
+    assert (got >= 0).all()
+    ordinary = want < 2.0**120
+    torch.testing.assert_close(got[0, ..., : want.shape[-1]][ordinary], want[ordinary], rtol=1e-4, atol=2.0**-126)
+    assert (got[0, ..., : want.shape[-1]][~ordinary] >= 2.0**119).all()
+
+
 @pytest.mark.parametrize("count", [1, 20])
 def test_mass_sums_to_the_number_of_votes(make, count):
     cache, layers = make([300])
