@@ -132,7 +132,8 @@ static void mass_item(const kv_format& f, const kv_view& s, const Sides& d, cons
       const float lse = io.lse[(h * G + g) * io.lse_head + (s.first[n] + t) * io.lse_row];
       if (from >= to || lse == INFINITY) continue;
       for (int c = 0; c < TILE; c += 16) {
-        X e = exp2_of(sub(load(S + i * TILE + c), set1(lse * LOG2E)));
+        X above = sub(set1(lse * LOG2E), load(S + i * TILE + c));  // bounded below: another lse must not overflow
+        X e = exp2_of(sub(set1(0.f), max(above, set1(-127.f))));
         if (from > c || to < c + 16) e = between(e, from - c, to - c, 0.f);
         if (f.valid) e = present(w, tile + c, a, b, e);
         store(sum + g * TILE + c, add(load(sum + g * TILE + c), e));
