@@ -41,7 +41,7 @@ check: venv  ## format, lint, import floors
 soak: venv  ## the long random walks and sweeps that CI leaves out
 	$(PY) -m pytest -q -m slow
 
-BENCHES := decode_attention overhead vs_transformers vs_llamacpp decode prefill continuous
+BENCHES := decode_attention caches overhead vs_transformers vs_llamacpp decode prefill continuous
 bench: venv  ## speed against transformers and llama.cpp, 25 minutes; writes benchmarks/results (QUICK=--quick: a trial)
 	@failed=; for b in $(BENCHES); do echo "== $$b"; $(PY) benchmarks/$$b.py --rounds $(ROUNDS) $(QUICK) \
 	  || failed="$$failed $$b"; done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }

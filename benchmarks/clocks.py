@@ -82,12 +82,12 @@ def turns(step: Callable[[], object]) -> Turn:
     return turn
 
 
-def run(sides: dict[str, Turn], rounds: int, threads: tuple[int, ...], budget: float) -> dict[str, Times]:
-    """Times of every side that ran to the end."""
+def run(sides: dict[str, Turn], rounds: int, threads: tuple[int, ...], budget: float, most: int = MOST) -> dict:
+    """{side: Times} of every side that ran to the end. most: steps of a turn."""
     out: dict[str, Times] = {}
     for name, turn in sides.items():
         if (first := _try(name, turn, threads[-1], 1)) is not None:
-            out[name] = Times(steps=max(1, min(MOST, round(budget / first[0]))))
+            out[name] = Times(steps=max(1, min(most, round(budget / first[0]))))
     for i in range(rounds):
         for t in threads:
             for name in list(out)[:: 1 if i % 2 else -1]:

@@ -19,11 +19,12 @@ import common
 from ours import Ours, Setting, setting
 from peers import CACHES, Peers
 
+WEIGHTS = "model,bf16,int8"
 METHODS = {"full": {"dtype": "float32"}, "full bf16": {"dtype": "bfloat16"}, "int4": {}, "turboquant": {}, "kivi": {}}
 
 
 def main() -> None:
-    args = common.arguments(__doc__.splitlines()[0], cases="", weights="model,bf16,int8", only="")
+    args = common.arguments(__doc__.splitlines()[0], cases="", weights=WEIGHTS, only="")
     common.setup()
     from kvlab.models.load import ModelCfg, load
 
@@ -71,7 +72,8 @@ def case(args, loaded, peers: Peers, ours: Ours, batch: int, context: int) -> No
         times = clocks.run(sides, args.rounds, threads, clocks.QUICK if args.quick else clocks.BUDGET)
     rows = [facts[n] | t.row() | {"extra": "known slow" in n} | watch.facts for n, t in times.items()]
     told = {"batch": batch, "context": context, "model": loaded.id, "clock": "wall at best threads; CPU on 1"}
-    clocks.report("vs_transformers", rows, "transformers", args.quick, **told)
+    part = bool(args.only) or args.weights != WEIGHTS  # rows of two runs would stand side by side
+    clocks.report("vs_transformers", rows, "transformers", args.quick or part, **told)
 
 
 if __name__ == "__main__":

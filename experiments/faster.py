@@ -36,7 +36,7 @@ def section(folder: Path = BENCH, plot: Path = PLOT) -> str:
         shown = plot.relative_to(ROOT) if plot.is_relative_to(ROOT) else plot
         parts += [f"![milliseconds per decode step against context]({shown}.png)", ""]
     parts += _steps("vs_transformers", folder, "transformers") + _steps("vs_llamacpp", folder, "llama.cpp")
-    parts += _attention(folder) + _overhead(folder)
+    parts += _caches(folder) + _attention(folder) + _overhead(folder)
     return "\n".join(parts or ["No rows yet: `make bench` measures them.", ""])
 
 
@@ -104,6 +104,27 @@ def facts(data: list[dict]) -> str:
         f"{', '.join(kernels)}; median of {min(r['rounds'] for r in data)} rounds; other programs took up to "
         f"{busy:.1f} cores; MB: the largest cache of the line"
     )
+
+
+def _caches(folder: Path) -> list[str]:
+    """Each codec against the full bf16 cache of the same step."""
+    data = [r for r in rows("caches", folder) if r["weights"] == "int8"]
+    if not data:
+        return []
+    cases = sorted({(r["batch"], r["context"]) for r in data})
+    at = {(r["codec"], r["batch"], r["context"]): r for r in data}
+    lines = []
+    for codec in dict.fromkeys(r["codec"] for r in data):
+        cells = [at.get((codec, *c)) for c in cases]
+        held = next(r for r in reversed(cells) if r)["cache_bytes"] / 1e6
+        said = [f"{r['x_full']:.2f}x ({r['x_full_low']:.2f} to {r['x_full_high']:.2f})" if r else "" for r in cells]
+        lines.append(f"| {codec} | {held:,.0f} | " + " | ".join(said) + " |")
+    heads = "".join(f" {b} x {n:,} |" for b, n in cases)
+    return [
+        "What a smaller cache does to a whole step: times as fast as the full bf16 cache, int8 weights, wall time on "
+        f"all cores, median and quartiles over {min(r['rounds'] for r in data)} rounds (MB: {cases[-1][1]:,} tokens):",
+        "", f"| cache | MB |{heads}", "|:--|--:|" + "--:|" * len(cases), *lines, "",
+    ]  # fmt: skip
 
 
 def _attention(folder: Path) -> list[str]:

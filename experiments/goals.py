@@ -12,17 +12,11 @@ from pathlib import Path
 
 import faster
 
-INT8 = {"who": "kvlab", "weights": "int8"}
-TQ = INT8 | {"method": "turboquant"}
-OWN = {(1, 512): 0.97, (1, 2048): 1.1, (1, 8000): 1.4}
+TQ = {"who": "kvlab", "weights": "int8", "method": "turboquant"}
+OWN = {512: 0.97, 2048: 1.1, 8000: 1.4}  # codes up to 5 bits against the full bf16 cache of the same step, by context
 STATIC = {"side": "transformers StaticCache bf16"}
 # (what, rows, peer's facts, ours, {(batch, context): at least}); a fact matches what begins like it, the fastest counts
 STEPS = [
-    ("own full bf16 cache / int4, int8 weights", "vs_transformers", INT8 | {"cache": "full bfloat16"},
-     INT8 | {"method": "int4"}, OWN),
-    ("own full bf16 cache / turboquant, int8 weights", "vs_transformers", INT8 | {"cache": "full bfloat16"}, TQ, OWN),
-    ("own full bf16 cache / kivi, int8 weights", "vs_transformers", INT8 | {"cache": "full bfloat16"},
-     INT8 | {"method": "kivi"}, OWN),
     ("transformers StaticCache bf16 / turboquant, int8 weights", "vs_transformers", STATIC, TQ,
      {(1, 512): 2.5, (1, 8000): 3.5, (8, 2048): 3.5}),
     ("transformers StaticCache bf16 / full bf16, bf16 weights", "vs_transformers", STATIC,
@@ -50,6 +44,13 @@ def goals(folder: Path) -> Iterator[Goal]:
         for case, least in cases.items():
             pair = _fastest(data, case, peer), _fastest(data, case, ours)
             yield f"{what}, {case[0]} x {case[1]:,}", None if None in pair else pair[0] / pair[1], least
+    for r in faster.rows("caches", folder):
+        if r["codec"] not in ("full bf16", "fp8", "int8") and r["weights"] == "int8" and r["context"] in OWN:
+            yield (
+                f"own full bf16 cache / {r['codec']}, int8 weights, 1 x {r['context']:,}",
+                r["x_full"],
+                OWN[r["context"]],
+            )
     yield from _attention(folder)
     for bench in ("prefill_llamacpp", "prefill"):
         for r in faster.rows(bench, folder):
