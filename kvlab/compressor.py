@@ -87,8 +87,8 @@ class Compressor:
         self.geom, self.block = geom, block
         self.codec.setup(geom, block)
         self.packed, fmt = None, self.codec.page_format()
-        if self.kernels is not None and fmt is not None:
-            tail = exact(geom.dtype, geom.D)
+        tail = exact(geom.dtype, geom.D)
+        if self.kernels is not None and fmt is not None and tail is not None:
             self.packed = Packed(self.kernels, self.label(), geom.G, geom.scale, fmt, tail)
         regions = self.codec.regions(geom, block)
         self.names = tuple(r.name for r in regions)  # what a tile of encoded slots is made of

@@ -10,13 +10,13 @@ from itertools import product
 
 import pytest
 import torch
-from toys import RandomModel, dirty
+from toys import RandomModel, dirty, score
 
 from kvlab.cache.layout import Geom
 from kvlab.codec import Codec
 from kvlab.compressor import Compressor
 from kvlab.engine.engine import Engine, EngineCfg
-from kvlab.engine.sequence import Sampling, Sequence
+from kvlab.engine.sequence import Sampling
 from kvlab.errors import ConfigError
 from kvlab.families.pruner import Pruner
 from kvlab.methods.composed import compose
@@ -61,27 +61,15 @@ def engine(comp: Compressor, model: str = "tiny_llama", dtype: torch.dtype = tor
     return dirty(Engine(run.forward, comp, geom, EngineCfg(**cfg, check=True)))
 
 
-def run(e: Engine, prompts: list[list[int]], new: int) -> tuple[list[Sequence], list[torch.Tensor]]:
-    """Sequences, and the logits of all their rows."""
-    rows: list[dict[int, torch.Tensor]] = [{} for _ in prompts]
-
-    def keep(i):
-        return lambda first, x: rows[i].update({first + j: row for j, row in enumerate(x.clone())})
-
-    seqs = [e.add(p, Sampling(max_tokens=new), on_logits=keep(i)) for i, p in enumerate(prompts)]
-    e.run()
-    return seqs, [torch.stack([r[j] for j in range(len(r))]) for r in rows]
-
-
 def assert_batch_equals_singles(parts, prompts: list[list[int]], new: int, **cfg) -> None:
     together = compose(parts())
-    seqs, logits = run(engine(together, **cfg), prompts, new)
+    seqs, logits = score(engine(together, **cfg), prompts, new)
     if together.pruner is not None:
         assert together.counters.evicted_slots > 0, "nothing was evicted: this test says nothing"
     if together.codec.family != "full":
         assert together.counters.encoded_blocks > 0, "nothing was encoded: this test says nothing"
     for prompt, seq, rows in zip(prompts, seqs, logits):
-        ((alone,), (want,)) = run(engine(compose(parts()), **cfg), [prompt], new)
+        ((alone,), (want,)) = score(engine(compose(parts()), **cfg), [prompt], new)
         assert seq.output == alone.output, f"prompt of {len(prompt)} tokens"
         # the same sums in the same order, joined at the same tiles: what is left is the last bit of an exp or a log
         error = (rows - want).abs().max()
@@ -97,9 +85,9 @@ def test_a_batch_of_eight_gives_what_eight_single_runs_give(name):
 
 def test_the_bits_of_a_sequence_do_not_depend_on_who_shares_its_batch():
     """What EngineCfg.min_rows promises. Fails when a kernel takes another path for other shapes."""
-    _, together = run(engine(compose([Full()])), PROMPTS, 12)
+    _, together = score(engine(compose([Full()])), PROMPTS, 12)
     for prompt, rows in zip(PROMPTS, together):
-        _, (alone,) = run(engine(compose([Full()])), [prompt], 12)
+        _, (alone,) = score(engine(compose([Full()])), [prompt], 12)
         assert torch.equal(rows, alone), f"prompt of {len(prompt)}: bits differ by {(rows - alone).abs().max():.2e}"
 
 
@@ -132,12 +120,12 @@ def test_a_method_gives_the_same_in_a_batch_over_sliding_layers_and_in_bfloat16(
 @pytest.mark.parametrize("name", PRUNERS)
 def test_a_budget_that_keeps_everything_does_not_change_a_bit(name):
     """Fails when the scorer runs or a block moves although nothing has to go."""
-    want = run(engine(compose([Full()])), PROMPTS, 12)
+    want = score(engine(compose([Full()])), PROMPTS, 12)
     for budget in ({"tokens": 128}, {"tokens": None, "fraction": 1.0}):
         comp = compose([part(name, **budget)])
         if budget["tokens"] is None and comp.pruner.trigger == "step":
             continue  # a part of the context is less than the context and what follows
-        seqs, logits = run(engine(comp), PROMPTS, 12)
+        seqs, logits = score(engine(comp), PROMPTS, 12)
         assert comp.counters.evicted_slots == 0
         assert [s.output for s in seqs] == [s.output for s in want[0]]
         assert all(torch.equal(a, b) for a, b in zip(logits, want[1]))
@@ -148,11 +136,11 @@ def test_preemption_changes_no_token(name):
     """What is recomputed reads the same stored forms as what was decoded. Fails when a resumed sequence seals other
     blocks, or attends to its own output exactly."""
     prompts = [PROMPTS[i] for i in (4, 5, 6, 7)]
-    calm, _ = run(engine(compose([part(name)])), prompts, 24)
+    calm, _ = score(engine(compose([part(name)])), prompts, 24)
     e = engine(compose([part(name)]))
     for t in e.cache.classes:  # 90 + 24 tokens are 4 blocks of 32; all four sequences would take 13
         t.allocate(8, 8 if t.tail is not None else 0)
-    seqs, _ = run(dirty(e), prompts, 24)
+    seqs, _ = score(dirty(e), prompts, 24)
     assert e.scheduler.preemptions > 0
     assert [s.output for s in seqs] == [s.output for s in calm]
 

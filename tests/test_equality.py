@@ -10,13 +10,12 @@ from functools import cache
 
 import pytest
 import torch
-from toys import dirty
+from toys import dirty, score
 from transformers import DynamicCache
 
 from kvlab.codec import Codec
 from kvlab.compressor import Compressor
 from kvlab.engine.engine import Engine, EngineCfg
-from kvlab.engine.sequence import Sampling, Sequence
 from kvlab.methods.fp8 import Fp8
 from kvlab.methods.full import Full
 from kvlab.methods.int8 import Int8
@@ -54,18 +53,6 @@ def build(name: str, codec: Codec, dtype: torch.dtype = torch.float32, **cfg) ->
     run, geom = runner(name, dtype)
     cfg = {"block": 16, "max_seqs": 8, "max_len": 128, "max_batch_tokens": 512, "chunk": 512, "tile": 64, **cfg}
     return dirty(Engine(run.forward, Compressor(codec), geom, EngineCfg(**cfg, check=True)))
-
-
-def score(e: Engine, prompts: list[list[int]], new: int) -> tuple[list[Sequence], list[torch.Tensor]]:
-    """Run a batch; the logits of every row, in order (a preempted sequence hands the same rows out again)."""
-    rows: list[dict[int, torch.Tensor]] = [{} for _ in prompts]
-
-    def keep(i):
-        return lambda first, logits: rows[i].update({first + j: x for j, x in enumerate(logits.float().clone())})
-
-    seqs = [e.add(p, Sampling(max_tokens=new), on_logits=keep(i)) for i, p in enumerate(prompts)]
-    e.run()
-    return seqs, [torch.stack([r[j] for j in range(len(r))]) for r in rows]
 
 
 def assert_equal_to_transformers(name: str, e: Engine) -> None:

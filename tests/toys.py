@@ -20,6 +20,7 @@ from kvlab.cache.pages import Pages
 from kvlab.codec import Codec, Page
 from kvlab.compressor import Compressor
 from kvlab.engine.engine import Engine, EngineCfg
+from kvlab.engine.sequence import Sampling, Sequence
 from kvlab.families.pruner import Pruner, Scoring
 
 VOCAB = 499
@@ -298,3 +299,16 @@ def snapshot(e) -> list:
                 out.append([list(pool.ref), list(pool.state), pool.walk("free"), pool.walk("lru")])
         out += [a.tolist() for a in (t.body, t.tail, t.n_slots, t.sealed, t.evicted) if a is not None]
     return out
+
+
+def score(e: Engine, prompts: list[list[int]], new: int) -> tuple[list[Sequence], list[torch.Tensor]]:
+    """Run a batch: its sequences, and the logits of every row of each, in order (a preempted sequence hands the
+    same rows out again)."""
+    rows: list[dict[int, torch.Tensor]] = [{} for _ in prompts]
+
+    def keep(i):
+        return lambda first, logits: rows[i].update({first + j: x for j, x in enumerate(logits.clone())})
+
+    seqs = [e.add(p, Sampling(max_tokens=new), on_logits=keep(i)) for i, p in enumerate(prompts)]
+    e.run()
+    return seqs, [torch.stack([r[j] for j in range(len(r))]) for r in rows]

@@ -69,6 +69,8 @@ class Format:
 _PLAIN: dict[torch.dtype, Kind] = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
-def exact(dtype: torch.dtype, width: int) -> Format:
-    """Plain k and v, as the full cache and exact tails hold them."""
+def exact(dtype: torch.dtype, width: int) -> Format | None:
+    """Plain k and v, as the full cache and exact tails hold them; None for a type that kernels do not read."""
+    if dtype not in _PLAIN:
+        return None
     return Format((Side("k", _PLAIN[dtype], width, fit="as_is"),), Side("v", _PLAIN[dtype], width, fit="as_is"))

@@ -58,7 +58,7 @@ class Full(Codec):
         k, v = (scratch.get(f"full.{n}", tuple(page[n].shape), torch.float32).copy_(page[n]) for n in "kv")
         return k, v
 
-    def page_format(self) -> Format:
+    def page_format(self) -> Format | None:
         return exact(self.stored, self.geom.D)
 
     def label(self) -> str:

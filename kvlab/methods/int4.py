@@ -97,22 +97,12 @@ class Int4(Codec):
         return torch.empty_like(o).index_copy_(-1, self.channel, o)
 
     def page_format(self) -> Format:
-        k, v = (
-            Side(
-                n,
-                "codes",
-                self.geom.D,
-                self.bits,
-                self.group,
-                "token",
-                self.group,
-                f"{n}_step",
-                zero=f"{n}_zero",
-                fit="minmax",
-            )
-            for n in "kv"
-        )
+        k, v = (self._side(n) for n in "kv")
         return Format((k,), v)
+
+    def _side(self, name: str) -> Side:
+        D, g = self.geom.D, self.group
+        return Side(name, "codes", D, self.bits, g, "token", g, f"{name}_step", zero=f"{name}_zero", fit="minmax")
 
     def label(self) -> str:
         return f"int{self.bits} g{self.group}"

@@ -260,27 +260,14 @@ class TurboQuant(Codec):
 
     # -- attention on packed pages: the rotated basis, channels in order ---------------------------------------------
     def page_format(self) -> Format:
-        prod = self.variant == "prod"
+        D, prod = self.geom.D, self.variant == "prod"
         k = [self._side("k", "" if prod else self.scale)] if self.bits["k"] else []
         if prod:
             signs = torch.tensor([-self.factor, self.factor])
-            k.append(
-                Side(
-                    "k_sign",
-                    "codes",
-                    self.geom.D,
-                    1,
-                    self.geom.D,
-                    "token",
-                    self.geom.D,
-                    "k_norm",
-                    "k_gamma",
-                    table=signs,
-                )
-            )
+            k.append(Side("k_sign", "codes", D, 1, D, "token", D, "k_norm", "k_gamma", table=signs))
         v = self._side("v", "" if prod else self.scale)
         turn = [self.pi[0]] if self.bits["k"] else []
-        if self.variant == "prod":
+        if prod:
             turn.append((self.sketch.double() @ self.pi[0].double()).float())
         return Format(tuple(k), v, self._per_layer(torch.cat(turn, -2).mT), self._per_layer(self.pi[1]))
 

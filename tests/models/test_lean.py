@@ -9,13 +9,12 @@ from functools import cache
 
 import pytest
 import torch
-from toys import dirty
+from toys import dirty, score
 
 from kvlab import registry
 from kvlab.compressor import Compressor
 from kvlab.engine.config import EngineCfg
 from kvlab.engine.engine import Engine
-from kvlab.engine.sequence import Sampling, Sequence
 from kvlab.errors import ConfigError
 from kvlab.lab import Lab
 from kvlab.methods.full import Full
@@ -81,18 +80,6 @@ def build(run, geom, codec=None, **cfg) -> Engine:
     return dirty(Engine(run.forward, Compressor(codec or Full()), geom, EngineCfg(**cfg, check=True)))
 
 
-def score(e: Engine, prompts: list[list[int]], new: int = NEW) -> tuple[list[Sequence], list[torch.Tensor]]:
-    """Sequences, and the logits of all their rows."""
-    rows: list[dict[int, torch.Tensor]] = [{} for _ in prompts]
-
-    def keep(i):
-        return lambda first, logits: rows[i].update({first + j: x for j, x in enumerate(logits.clone())})
-
-    seqs = [e.add(p, Sampling(max_tokens=new), on_logits=keep(i)) for i, p in enumerate(prompts)]
-    e.run()
-    return seqs, [torch.stack([r[j] for j in range(len(r))]) for r in rows]
-
-
 # -- equal to transformers ----------------------------------------------------------------------------------------
 
 
@@ -101,7 +88,7 @@ def score(e: Engine, prompts: list[list[int]], new: int = NEW) -> tuple[list[Seq
 def test_logits_and_greedy_tokens_are_those_of_transformers(name, chunk):
     """Fails for rope's sign or pairing, a norm's eps, heads in another order, a bias left out, gate and up exchanged, a
     window on the wrong layers."""
-    seqs, logits = score(build(*lean(name), chunk=chunk), PROMPTS)
+    seqs, logits = score(build(*lean(name), chunk=chunk), PROMPTS, NEW)
     for seq, got, (tokens, want) in zip(seqs, logits, reference(name)):
         assert got.shape == want.shape
         assert (got - want).abs().max() <= 1e-4
@@ -117,7 +104,7 @@ def test_joined_matrices_give_the_same_and_hold_nothing_twice(name, monkeypatch)
     own = tiny_model(base, **changes)
     run = LeanRunner(own)
     assert run.facts["linear"] == "joined"
-    _, logits = score(build(run, geometry(own, name)), PROMPTS, new=0)
+    _, logits = score(build(run, geometry(own, name)), PROMPTS, 0)
     for p, got in zip(PROMPTS, logits):
         want = model(name)(torch.tensor([p])).logits[0]
         assert (got - want).abs().max() <= 1e-4
@@ -145,7 +132,7 @@ def test_a_bfloat16_model_is_as_close_to_the_exact_result_as_transformers_is(nam
     exact = model(name, torch.bfloat16).__class__(model(name).config).eval()
     exact.load_state_dict({k: v.float() for k, v in model(name, torch.bfloat16).state_dict().items()})
     run, geom = lean(name, dtype=torch.bfloat16)
-    _, logits = score(build(run, geom, chunk=32), PROMPTS, new=0)
+    _, logits = score(build(run, geom, chunk=32), PROMPTS, 0)
     assert run.facts["linear"] == "joined" and logits[0].dtype == torch.bfloat16
     ours = theirs = 0.0
     for p, got in zip(PROMPTS, logits):
@@ -164,9 +151,9 @@ def test_a_bfloat16_model_is_as_close_to_the_exact_result_as_transformers_is(nam
 def test_the_bits_of_a_sequence_do_not_depend_on_who_shares_its_batch(name, kind, dtype, codec):
     """Fails when a matrix product takes other code for few rows, when activations get one range for the whole batch, or
     when the last elements of an array are rounded otherwise (widths that are no multiple of a vector)."""
-    _, together = score(build(*lean(name, kind, dtype), codec(), block=32, chunk=32), PROMPTS)
+    _, together = score(build(*lean(name, kind, dtype), codec(), block=32, chunk=32), PROMPTS, NEW)
     for prompt, rows in zip(PROMPTS, together):
-        _, (alone,) = score(build(*lean(name, kind, dtype), codec(), block=32, chunk=32), [prompt])
+        _, (alone,) = score(build(*lean(name, kind, dtype), codec(), block=32, chunk=32), [prompt], NEW)
         assert torch.equal(rows, alone), f"prompt of {len(prompt)}: bits differ by {(rows - alone).abs().max():.2e}"
 
 
@@ -207,8 +194,8 @@ def test_rows_are_padded_up_to_where_their_bits_stop_changing_and_not_further():
 @pytest.mark.parametrize("kind", weights.KINDS)
 def test_a_prompt_in_chunks_gives_what_it_gives_in_one_piece(kind):
     """Chunks meet their tiles in another order: sums differ by rounding, which a code of 8 bits turns into a step."""
-    whole = score(build(*lean("llama", kind)), PROMPTS, new=0)[1]
-    parts = score(build(*lean("llama", kind), chunk=7), PROMPTS, new=0)[1]
+    whole = score(build(*lean("llama", kind)), PROMPTS, 0)[1]
+    parts = score(build(*lean("llama", kind), chunk=7), PROMPTS, 0)[1]
     bound = {"model": 1e-4, "bf16": 0.02, "int8": 0.05}[kind]
     for a, b in zip(whole, parts):
         assert (a - b).norm() <= bound * a.norm()
@@ -224,7 +211,7 @@ def test_converted_weights_stay_close(name, kind, step):
     bits, 2**-9 each. int8: the largest of some 64 normal weights is 3 sigma, so a step of 63 is 3 / 63 sigma, its error
     that / sqrt(12) = 0.014; activations in 255 steps of a range of 5 sigma: 0.006. 13 products (3 layers of 4, the
     head) add in quadrature, times 2 for what norms, softmax and silu make of it."""
-    _, logits = score(build(*lean(name, kind)), PROMPTS, new=0)
+    _, logits = score(build(*lean(name, kind)), PROMPTS, 0)
     error = sum(
         float((got - model(name)(torch.tensor([p])).logits[0]).square().sum()) for p, got in zip(PROMPTS, logits)
     )

@@ -36,10 +36,6 @@ class View:
         struct = kv_view(_VIEW, *arrays[0].shape, arrays[1].shape[2], *(a.ctypes.data for a in arrays))
         return cls(struct, arrays)
 
-    @property
-    def columns(self) -> int:
-        return self.struct.blocks
-
 
 class Layers:
     """One page format over the arrays of a cache class, for each of its layers.
@@ -89,9 +85,11 @@ class Layers:
     def attend(self, i: int, view: View, q: Tensor, out: Tensor, lse: Tensor, join: bool = False) -> None:
         """Fills out and lse, or joins them with what they hold. i: index of the layer in its class.
 
-        q, out float32 [rows, H, D], lse float32 [rows, H]: strided views whose
-        row axis is what View.first counts in; the last axis of q and out is dense.
+        q, out float32 [rows, H, D], lse float32 [rows, H]: strided views whose row axis is what View.first counts in;
+        the last axis of q and out is dense.
         """
+        _dense(q, out)
+        assert lse.dtype == torch.float32, f"lse is {lse.dtype}, not float32"
         fmt = self.formats[i]
         if view.struct is not self._checked:
             self._ok("kv_check_view", self.lib.kv_check_view(view.struct, self.block, self.capacity))
@@ -112,6 +110,7 @@ class Layers:
 
         False: a number is not finite or does not fit its type; what those slots hold then means nothing.
         """
+        _dense(k, v)
         bad = self.lib.kv_append(
             self.formats[i], k.data_ptr(), k.stride(0), k.stride(1), v.data_ptr(), v.stride(0), v.stride(1),
             rows.data_ptr(), self.tokens, k.shape[1], torch.get_num_threads(),
@@ -123,6 +122,7 @@ class Layers:
     def seal(self, i: int, k: Tensor, v: Tensor, src: Tensor, dst: Tensor) -> bool:
         """Encode whole blocks: block rows src int64 [M] of the exact k, v float32 [rows, B * D] to block rows dst [M].
         False as in `append`."""
+        _dense(k, v)
         bad = self.lib.kv_seal(
             self.formats[i], k.data_ptr(), v.data_ptr(), src.data_ptr(), len(k), dst.data_ptr(),
             self.tokens // self.block, len(src), torch.get_num_threads(),
@@ -136,6 +136,7 @@ class Layers:
 
         q, lse as in `attend`; lse +inf = the row has no vote.
         """
+        _dense(q, lse.unsqueeze(-1))
         self._ok("kv_check_view", self.lib.kv_check_view(view.struct, self.block, self.capacity))
         out = torch.empty(view.struct.N, self.Hk, self.G, columns)
         code = self.lib.kv_mass(
@@ -149,3 +150,8 @@ class Layers:
     def _ok(who: str, code: int) -> None:
         if code:
             raise ValueError(f"{who}: refused, {CODES.get(code, code)}")
+
+
+def _dense(*tensors: Tensor) -> None:
+    for t in tensors:
+        assert t.dtype == torch.float32 and t.stride(-1) == 1, f"{t.dtype} {t.stride()}: not dense float32 rows"

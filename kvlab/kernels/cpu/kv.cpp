@@ -77,7 +77,7 @@ KV_API int32_t kv_check_view(const kv_view* s, int32_t block, int32_t capacity) 
   for (int64_t i = 0; i < tables * s->blocks; i++)
     if (s->table[i] < 0 || s->table[i] >= capacity) return KV_BAD_TABLE;
   for (int n = 0; n < s->N; n++) {
-    if (s->count[n] < 0 || s->count[n] > s->rows) return KV_BAD_RANGE;
+    if (s->count[n] < 0 || s->count[n] > s->rows || s->first[n] < 0) return KV_BAD_RANGE;
     for (int g = 0; g < s->groups; g++)
       for (int t = 0; t < s->count[n]; t++) {
         const int64_t i = ((int64_t)n * s->groups + g) * s->rows + t;
@@ -87,6 +87,11 @@ KV_API int32_t kv_check_view(const kv_view* s, int32_t block, int32_t capacity) 
   return KV_OK;
 }
 
+static bool fits(const kv_format& f, const kv_view& s) {  // every head's table is one of the view's
+  for (int h = 0; h < f.heads; h++)
+    if (f.group_of[h] < 0 || f.group_of[h] >= s.groups) return false;
+  return true;
+}
 static int64_t part_floats(const kv_format& f) { return (int64_t)f.group * (lanes(f.v) + 1); }
 static int splits(const kv_format& f, const kv_view& s) { return (int)(((int64_t)s.blocks * f.block + SPLIT - 1) / SPLIT); }
 
@@ -100,6 +105,7 @@ KV_API int64_t kv_workspace(const kv_format* f, const kv_view* s) {
 KV_API int32_t kv_attend(const kv_format* f, const kv_view* s, const float* q, int64_t q_head, int64_t q_row, float* out, int64_t out_head,
                          int64_t out_row, float* lse, int64_t lse_head, int64_t lse_row, int32_t join, float* work, int64_t work_floats, int32_t threads) {
   if (f->size != (int32_t)sizeof(kv_format) || s->size != (int32_t)sizeof(kv_view)) return KV_BAD_SIZE;
+  if (!fits(*f, *s)) return KV_BAD_TABLE;
   if (work_floats < kv_workspace(f, s)) return KV_BAD_SPACE;
   Sides d;
   open_sides(*f, d);
@@ -170,6 +176,7 @@ KV_API int32_t kv_seal(const kv_format* f, const float* k, const float* v, const
 KV_API int32_t kv_mass(const kv_format* f, const kv_view* s, const float* q, int64_t q_head, int64_t q_row, const float* lse, int64_t lse_head,
                        int64_t lse_row, float* mass, int32_t columns, int32_t threads) {
   if (f->size != (int32_t)sizeof(kv_format) || s->size != (int32_t)sizeof(kv_view)) return KV_BAD_SIZE;
+  if (!fits(*f, *s)) return KV_BAD_TABLE;
   Sides d;
   open_sides(*f, d);
   const Queries queries{q, q_head, q_row};

@@ -14,7 +14,7 @@ KINDS = {"float32": 0, "bfloat16": 1, "float16": 2, "e4m3": 3, "e5m2": 4, "int8"
 UNIFORM, TABLE = 6, 7
 AXES = {"none": 0, "token": 1, "block": 2}
 META = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-BY_TABLE = 5  # codes of up to this many bits are looked up in registers; a step's codes then too
+BY_TABLE = 5  # codes of up to this many bits come from a table in registers, also where the number is the code
 MAX_LANES = 1024
 FITS = ("", "as_is", "absmax", "minmax", "none", "norm", "eden_mse", "eden_unbiased", "const_unbiased")
 
@@ -84,15 +84,8 @@ class Bound:
 
     def _side(self, s: Side) -> kv_side:
         codes = self.arrays[s.codes]
-        out = kv_side(
-            fit=FITS.index(s.fit),
-            factor=s.factor,
-            width=s.width,
-            axis=AXES[s.axis],
-            group=s.group,
-            bits=s.bits,
-            pack=s.pack,
-        )
+        out = kv_side(width=s.width, axis=AXES[s.axis], group=s.group, bits=s.bits, pack=s.pack, factor=s.factor)
+        out.fit = FITS.index(s.fit)
         table = s.table
         if s.kind != "codes":
             out.kind = KINDS[s.kind]

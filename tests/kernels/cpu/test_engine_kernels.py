@@ -11,7 +11,8 @@ import pages
 import pytest
 import torch
 from pages import VARIANTS
-from test_batch_invariance import CODECS, METHODS, PROMPTS, PRUNERS, engine, part, run
+from test_batch_invariance import CODECS, METHODS, PROMPTS, PRUNERS, engine, part
+from toys import score
 
 from kvlab.kernels.cpu import isa
 from kvlab.kernels.cpu.attend import Layers
@@ -41,7 +42,7 @@ def calls(monkeypatch) -> dict[str, int]:
 @cache
 def torch_path(names: tuple[str, ...], options: tuple, cfg: tuple) -> tuple[list[list[int]], list[torch.Tensor]]:
     e = engine(compose([part(n, **dict(options)) for n in names]), kernels="off", **dict(cfg))
-    seqs, logits = run(e, PROMPTS, NEW)
+    seqs, logits = score(e, PROMPTS, NEW)
     return [s.output for s in seqs], logits
 
 
@@ -53,7 +54,7 @@ def assert_tokens_of_the_torch_path(
     want, slow = torch_path(names, tuple(options.items()), tuple(cfg.items()))
     assert calls["attend"] == 0, "the torch path called a kernel"
     comp = compose([part(n, **options) for n in names])
-    got, fast = run(engine(comp, kernels=variant, **cfg), PROMPTS, NEW)
+    got, fast = score(engine(comp, kernels=variant, **cfg), PROMPTS, NEW)
     assert calls["attend"] > 0, "the kernels did not run: this test says nothing"
     assert comp.pruner is None or comp.counters.evicted_slots > 0, "nothing was evicted"
     for prompt, output, seq, x, y in zip(PROMPTS, want, got, slow, fast):
@@ -87,7 +88,7 @@ def test_sliding_windows_give_the_tokens_of_the_torch_path(name, model, calls):
 
 @pytest.mark.parametrize("name", ["h2o", "snapkv"])
 def test_scores_come_from_the_kernels_where_attention_does(name, calls):
-    run(engine(compose([part(name)]), kernels="auto", **MIXED), PROMPTS, 4)
+    score(engine(compose([part(name)]), kernels="auto", **MIXED), PROMPTS, 4)
     assert calls["mass"] > 0
 
 
@@ -102,8 +103,8 @@ def test_every_block_size_gives_the_tokens_of_the_torch_path(name, block, calls)
 def test_long_prompts_give_the_tokens_of_the_torch_path(name, calls):
     """Several splits of 256 slots and tiles of 64, while another sequence is short."""
     prompts, cfg = [PROMPTS[7] * 7, PROMPTS[1]], {"max_len": 1024, "chunk": 128, "kernels": "off"}
-    want, slow = run(engine(compose([part(name)]), **cfg), prompts, 6)
-    got, fast = run(engine(compose([part(name)]), **{**cfg, "kernels": BEST}), prompts, 6)
+    want, slow = score(engine(compose([part(name)]), **cfg), prompts, 6)
+    got, fast = score(engine(compose([part(name)]), **{**cfg, "kernels": BEST}), prompts, 6)
     assert calls["attend"] > 0
     assert [s.output for s in got] == [s.output for s in want], (
         f"{max((x - y).abs().max() for x, y in zip(slow, fast))}"
@@ -115,7 +116,9 @@ def test_full_logits_are_the_torch_paths_but_for_rounding(variant):
     """Nothing is encoded here, so no code can fall on the other side of a rounding: what differs are the last bits of
     three layers of float32 sums."""
     pages.library(variant)
-    (_, slow), (_, fast) = (run(engine(compose([Full()]), kernels=k, **MIXED), PROMPTS, NEW) for k in ("off", variant))
+    (_, slow), (_, fast) = (
+        score(engine(compose([Full()]), kernels=k, **MIXED), PROMPTS, NEW) for k in ("off", variant)
+    )
     for x, y in zip(slow, fast):
         assert (x - y).abs().max() <= 1e-5 * max(1.0, x.abs().max().item())
 
@@ -131,5 +134,5 @@ def test_a_head_dim_that_the_kernels_cannot_hold_runs_on_torch_with_a_reason(cal
     runner = Runner(model)
     cfg = EngineCfg(block=16, max_len=64, tile=64, check=True)
     with torch.inference_mode():
-        run(Engine(runner.forward, compose([Full()]), geom, cfg), [[1, 2, 3]], 3)
+        score(Engine(runner.forward, compose([Full()]), geom, cfg), [[1, 2, 3]], 3)
     assert calls["attend"] == 0 and "24 channels are not a multiple of 16" in caplog.text

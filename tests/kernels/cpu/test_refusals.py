@@ -80,6 +80,7 @@ def test_a_struct_of_another_size_is_refused_by_every_entry(cache, layers, off):
         ("hi", (1, 0, 4), 2**31 - 1, RANGE),
         ("count", (0,), 6, RANGE),  # the longest sequence has 5 rows
         ("count", (1,), -1, RANGE),
+        ("first", (1,), -1, RANGE),
     ],
 )
 def test_a_view_that_leaves_the_pool_or_its_table_is_refused(cache, layers, what, index, value, code):
@@ -97,6 +98,31 @@ def test_a_view_that_leaves_the_pool_or_its_table_is_refused(cache, layers, what
         with pytest.raises(ValueError, match="refused"):
             call()
     assert out.isnan().all() and lse.isnan().all()
+
+
+@pytest.mark.parametrize("group", [-1, 1, 2**31 - 1])
+def test_a_head_whose_table_is_not_in_the_view_is_refused(cache, layers, group):
+    """A view of one table for all heads, and a layer whose heads have tables of their own."""
+    view = Rows.last([1, 1], [100, 40]).view(cache.table)
+    fmt, groups = copy(layers.formats[0]), (ctypes.c_int32 * 2)(0, group)
+    fmt.group_of = ctypes.addressof(groups)
+    code, out = attend(layers, fmt, view.struct, 10**5)
+    assert code == TABLE and out.isnan().all()
+    mass, lse = torch.full((2, 6, 128), torch.nan), torch.zeros(10, 6)
+    args = (lse.data_ptr(), 64, 384, lse.data_ptr(), 1, 6, mass.data_ptr(), 128, 1)
+    assert layers.lib.kv_mass(fmt, view.struct, *args) == TABLE and mass.isnan().all()
+
+
+@pytest.mark.parametrize("wrong", [lambda q: q.double(), lambda q: q.transpose(1, 2).contiguous().transpose(1, 2)])
+def test_tensors_that_are_no_dense_float32_rows_are_refused(cache, layers, wrong):
+    rows = Rows.last([1, 1], [100, 40])
+    q = pages.queries(cache, rows).float()
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:2])
+    for args in ((wrong(q), out, lse), (q, wrong(out), lse), (q, out, lse.double())):
+        with pytest.raises(AssertionError, match="float32"):
+            layers.attend(0, rows.view(cache.table), *args)
+    with pytest.raises(AssertionError, match="float32"):
+        layers.append(0, wrong(q), q, torch.zeros(12, dtype=torch.int64))
 
 
 def test_what_rows_beyond_a_sequences_count_say_does_not_matter(cache, layers):
