@@ -327,7 +327,7 @@ def _step(runtime: Config, loaded) -> dict[str, str]:
     """What ran the model: step, weights and how its matrices lie."""
     from kvlab.models.lean import runner
 
-    return runner(loaded, **{k: runtime[k] for k in ("step", "weights", "min_rows") if k in runtime}).facts
+    return runner(loaded, **{k: runtime[k] for k in ("step", "weights", "kernels", "min_rows") if k in runtime}).facts
 
 
 def _plain(node: Any) -> Any:

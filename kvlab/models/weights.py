@@ -1,27 +1,24 @@
-"""Matrices of the lean step: those of the transformers model, stored in the form that runs fastest.
+"""Matrices of the lean step in torch: those of the transformers model, stored in the form that runs fastest.
 
 kind    form     stored                                      arithmetic
 model   joined   views of the model's parameters             F.linear in the model's dtype
 model   blocked  a float32 copy in oneDNN's blocked order    oneDNN, float32; chosen for float32 weights on a CPU
 bf16    bf16     a bfloat16 copy                             bfloat16 products, result rounded to bfloat16
-int8    int8     a copy in int8, one scale per output        activations in 255 steps between the least and the largest
-                 channel: -127..127, -63..63 without VNNI    of their row, exact int32 sums; x86 CPUs only
 
+int8 is the CPU kernels' alone (kernels/cpu/dense.py).
 Matrices over the same input (q, k, v; gate, up) are joined into one [sum of outputs, inputs]. Copies stand beside the
 model's own weights, which stay usable (a float32 model read from a file is mapped: the kernel drops its pages when
 memory is short).
 
 A sequence alone must equal itself in a batch, bit for bit, so a row's sums may not depend on the number of rows.
-Blocked and int8 matrices have that by their arithmetic. F.linear does not: below 4 rows of float32 it takes other code.
+Blocked matrices have that by their arithmetic. F.linear does not: below 4 rows of float32 it takes other code.
 What a form needs is probed, since it differs between CPUs, and only such products are padded, not the step.
 """
 
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +28,6 @@ from kvlab.errors import ConfigError
 
 KINDS = ("model", "bf16", "int8")
 PROBE = 64  # rows that a product of few rows is compared with
-TINY = 1e-30  # a row of equal values has a range of 0
 
 log = logging.getLogger(__name__)
 
@@ -78,31 +74,6 @@ class BFloat16(Linear):
         return F.linear(x.bfloat16(), self.weight, self.bias).to(x.dtype)
 
 
-class Int8(Linear):
-    """x = low + range / 255 * c, codes c, low and range of each row: x @ w.T = low * sum(w) + range / 255 * c @ w.T.
-
-    Not torch's linear_dynamic, which has one range for all rows: a row would depend on its batch, and the first token
-    of a prompt, whose activations are huge, would cost the others their codes (default model, a prompt of 768 tokens:
-    a KL of 4.0 instead of 0.024).
-    """
-
-    form = "int8"
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, top: int) -> None:
-        weight = weight.float()
-        scale = weight.abs().amax(1).clamp_min(TINY) / top
-        codes = torch.round(weight / scale[:, None]).to(torch.int8)
-        super().__init__(_packed(codes, scale), bias)
-        self.sums = codes.sum(1).float() * scale
-
-    def product(self, x: Tensor) -> Tensor:
-        rows = x.float()
-        low, high = torch.aminmax(rows, dim=-1, keepdim=True)
-        wide = high.sub_(low).clamp_min_(TINY)
-        out = _int8_product((rows - low).div_(wide), 1 / 255, self.weight).mul_(wide).addcmul_(low, self.sums)
-        return (out if self.bias is None else out.add_(self.bias)).to(x.dtype)
-
-
 class Weights:
     """Makes the matrices of one model in one kind. like: one of its weights (device, dtype). ConfigError where this
     machine or this torch cannot."""
@@ -111,11 +82,6 @@ class Weights:
         check_kind(kind)
         self.min_rows, on_cpu = min_rows, like.device.type == "cpu"
         self._rows: dict[tuple[int, int], int] = {}
-        if kind == "int8":
-            if not on_cpu:
-                raise ConfigError(f"runtime.weights=int8 runs on the CPU, the model is on {like.device}; use bf16")
-            self.facts, self.make = {"linear": f"int8, codes up to {_top()}"}, partial(Int8, top=_top())
-            return
         if kind == "bf16":
             if on_cpu and not (_has_onednn() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
                 log.warning(
@@ -179,32 +145,3 @@ def _adjacent(parts: Sequence[Tensor]) -> bool:
 
 def _has_onednn() -> bool:
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-
-
-def _packed(codes: Tensor, scale: Tensor):
-    """int8 [N, K] and float32 [N] as FBGEMM's packed matrix."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*quantized tensor creation functions.*")
-        zeros = torch.zeros(len(scale), dtype=torch.int64)
-        weight = torch._make_per_channel_quantized_tensor(codes, scale.double(), zeros, 0)
-    return torch.ops.quantized.linear_prepack(weight, None)
-
-
-def _int8_product(x: Tensor, step: float, packed) -> Tensor:
-    """round(x / step) in 0..255, times the packed matrix: float32 [T, N], in units of step."""
-    return torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(x, step, 0, packed)
-
-
-def _top() -> int:
-    """Largest code of a weight: 127 where sums of 8-bit products are exact (VNNI), else 63: two products are added in
-    16 bits then, which hold 2 * 255 * 63 but not 2 * 255 * 127. Coarser activations instead would cost 4 times the KL.
-    """
-    codes = torch.full((16, 64), 127, dtype=torch.int8)
-    try:
-        got = _int8_product(torch.full((1, 64), 255.0), 1.0, _packed(codes, torch.ones(16)))
-    except (RuntimeError, AttributeError, NotImplementedError) as error:
-        raise ConfigError(
-            f"runtime.weights=int8 needs torch's FBGEMM kernels (x86), which torch {torch.__version__} lacks here: "
-            f"{str(error).splitlines()[0]}. Use runtime.weights=bf16 or model."
-        ) from error
-    return 127 if bool((got == 255 * 127 * 64).all()) else 63

@@ -103,7 +103,7 @@ def _compile(
     work = Path(tempfile.mkdtemp(dir=folder, prefix=".build-"))
     try:
         made = work / library.name
-        _call(command, flags, source / "kv.cpp", made, timeout)
+        _call(command, flags, sorted(source.glob("*.cpp")), made, timeout)
         if source_hash(source) != sources:
             raise CannotBuild(f"the sources in {source} changed while they were compiled; start again")
         made.chmod(0o700)
@@ -197,11 +197,11 @@ def _trust(path: Path) -> None:
         raise CannotBuild(f"{path} {why}, so nothing is loaded from it; delete it to have it made again")
 
 
-def _call(command: list[str], flags: tuple[str, ...], source: Path, made: Path, timeout: float) -> None:
+def _call(command: list[str], flags: tuple[str, ...], sources: list[Path], made: Path, timeout: float) -> None:
     """Compile with OpenMP, or else without. Raises CannotBuild."""
     deadline = time.monotonic() + timeout
     for openmp in ([OPENMP], []):
-        argv = [*command, *flags, *openmp, str(source), "-o", str(made)]
+        argv = [*command, *flags, *openmp, *map(str, sources), "-o", str(made)]
         code, output = _run(argv, deadline - time.monotonic(), {"TMPDIR": str(made.parent)})
         if code == 0:
             return

@@ -1,22 +1,12 @@
 // C ABI of the CPU kernels: attention over packed pages, and the mass a slot received. No torch, no Python; loaded with
 // ctypes (kernels/cpu/attend.py). Every entry refuses sizes it cannot hold with a negative number and then writes nothing.
-#ifdef _OPENMP
-#include <omp.h>
-#endif
+#include "abi.h"
 #include "encode.h"
 
 #ifndef KV_SOURCE_HASH
 #define KV_SOURCE_HASH ""
 #endif
-#if defined(_WIN32)
-#define KV_API extern "C" __declspec(dllexport)
-#else
-#define KV_API extern "C" __attribute__((visibility("default")))
-#endif
-
-enum { KV_OK = 0, KV_BAD_SIZE = -1, KV_BAD_FORMAT = -2, KV_BAD_TABLE = -3, KV_BAD_RANGE = -4, KV_BAD_SPACE = -5 };
-
-KV_API int32_t kv_abi() { return 1; }
+KV_API int32_t kv_abi() { return 2; }
 KV_API const char* kv_source_hash() { return KV_SOURCE_HASH; }
 KV_API const char* kv_isa() {
 #if KV_AVX512

@@ -1,0 +1,121 @@
+// C ABI of a model's layer around its attention, for packed rows x [T, width] of float32:
+//   kv_front  norm -> q, k, v -> norm of q and k -> rope         kv_back  x += o(attention); x += down(silu(gate) * up)
+//   kv_head   norm -> logits
+// Widths of x, qkv and logits are padded to a multiple of 32 (kv_width); what lies beyond stays zero.
+#include "abi.h"
+#include "dense.h"
+
+struct kv_layer {
+  int32_t size, turned, dim, wide;  // turned: heads that rope turns, the first of qkv; wide: outputs of gate, of up
+  float eps, qk_eps;
+  const float *norm, *mlp_norm, *qk_norm;  // [inputs], [inputs], [turned, dim] or null
+  kv_matrix qkv, o, gate_up, down;
+};
+
+static bool matrix_ok(const kv_matrix& m) {
+  if (m.size != (int32_t)sizeof(kv_matrix) || m.kind < KV_DENSE_F32 || m.kind > KV_DENSE_INT8 || !m.weight) return false;
+  if (m.inputs < 1 || m.outputs < 1 || m.inputs > 1 << 20) return false;
+  return m.kind != KV_DENSE_INT8 || (m.scale && m.top >= 1.f && m.top <= 32767.f);
+}
+
+KV_API int32_t kv_width(int32_t outputs) { return (outputs + UNIT - 1) / UNIT * UNIT; }
+
+KV_API int32_t kv_check_matrix(const kv_matrix* m) {
+  return m->size != (int32_t)sizeof(kv_matrix) ? KV_BAD_SIZE : matrix_ok(*m) ? KV_OK : KV_BAD_FORMAT;
+}
+KV_API int32_t kv_check_layer(const kv_layer* l) {
+  if (l->size != (int32_t)sizeof(kv_layer)) return KV_BAD_SIZE;
+  for (const kv_matrix* m : {&l->qkv, &l->o, &l->gate_up, &l->down})
+    if (!matrix_ok(*m)) return KV_BAD_FORMAT;
+  if (!l->norm || !l->mlp_norm || l->dim < 2 || l->dim % 2 || l->turned < 0) return KV_BAD_FORMAT;
+  if ((int64_t)l->turned * l->dim > l->qkv.outputs || l->qkv.inputs != l->o.outputs || l->o.outputs != l->down.outputs) return KV_BAD_FORMAT;
+  if (l->gate_up.inputs != l->qkv.inputs || l->down.inputs != l->wide || l->gate_up.outputs != kv_width(2 * ((l->wide + 15) / 16 * 16))) return KV_BAD_FORMAT;
+  return KV_OK;
+}
+
+// Bytes of scratch for T rows of a layer, and of one matrix alone: prepared rows, their scales, what gate and up give.
+static int64_t scale_bytes(int64_t T) { return (4 * T + 63) / 64 * 64; }
+static int64_t input_bytes(int inputs, int64_t T) { return scale_bytes(T) + 4 * T * row_elements(inputs); }
+static int64_t inner(const kv_layer& l) { return (int64_t)kv_width(l.gate_up.outputs) / 2; }
+KV_API int64_t kv_layer_bytes(const kv_layer* l, int32_t T) {
+  int most = l->qkv.inputs;
+  for (const kv_matrix* m : {&l->o, &l->down}) most = m->inputs > most ? m->inputs : most;
+  return input_bytes(most, T) + 4 * T * inner(*l);
+}
+KV_API int64_t kv_matrix_bytes(const kv_matrix* m, int32_t T) { return input_bytes(m->inputs, T); }
+
+static Inputs inputs_of(const kv_matrix& m, char* work, int64_t T) {
+  return {work + scale_bytes(T), (float*)work, row_elements(m.inputs) * (m.kind == KV_DENSE_INT8 ? 2 : 4)};
+}
+
+// x [T] -> out, by all threads of a parallel region; `in` is theirs together.
+static void multiply(const kv_matrix& m, const float* x, int64_t x_row, const float* norm, float eps, int T, const Inputs& in, const Out& out) {
+#pragma omp for schedule(static)
+  for (int t = 0; t < T; t++) prepare(m, x + t * x_row, norm, eps, in, t);
+#pragma omp for schedule(static)
+  for (int u = 0; u < units(m); u++) unit_of(m, in, out, u, T);
+}
+
+// Channel j of a head turns with j + dim / 2; before that, each head's RMS norm where the model has one.
+static void turn(const kv_layer& l, float* x, const float* weight, const float* cos, const float* sin) {
+  const int half = l.dim / 2;
+  if (weight) {
+    float sum = 0.f;
+    for (int i = 0; i < l.dim; i++) sum += x[i] * x[i];
+    const float factor = 1.f / std::sqrt(sum / (float)l.dim + l.qk_eps);
+    for (int i = 0; i < l.dim; i++) x[i] = x[i] * factor * weight[i];
+  }
+  for (int i = 0; i < half; i++) {
+    const float a = x[i], b = x[i + half];
+    x[i] = a * cos[i] - b * sin[i];
+    x[i + half] = b * cos[i + half] + a * sin[i + half];
+  }
+}
+
+// x [T, x_row] -> qkv [T, qkv_row]: heads side by side, q, k and v. cos, sin [T, dim].
+KV_API int32_t kv_front(const kv_layer* l, const float* x, int64_t x_row, int32_t T, const float* cos, const float* sin, float* qkv, int64_t qkv_row,
+                        void* work, int64_t work_bytes, int32_t threads) {
+  if (l->size != (int32_t)sizeof(kv_layer)) return KV_BAD_SIZE;
+  if (T < 0 || x_row < l->qkv.inputs || qkv_row < kv_width(l->qkv.outputs)) return KV_BAD_RANGE;
+  if (work_bytes < kv_layer_bytes(l, T)) return KV_BAD_SPACE;
+  const Inputs in = inputs_of(l->qkv, (char*)work, T);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    multiply(l->qkv, x, x_row, l->norm, l->eps, T, in, {qkv, qkv_row, STORE});
+#pragma omp for schedule(static)
+    for (int i = 0; i < T * l->turned; i++) {
+      const int t = i / l->turned, h = i % l->turned;
+      turn(*l, qkv + t * qkv_row + h * l->dim, l->qk_norm ? l->qk_norm + h * l->dim : nullptr, cos + (int64_t)t * l->dim, sin + (int64_t)t * l->dim);
+    }
+  }
+  return KV_OK;
+}
+
+// attended [T, a_row] and x [T, x_row], which becomes the next layer's.
+KV_API int32_t kv_back(const kv_layer* l, const float* attended, int64_t a_row, float* x, int64_t x_row, int32_t T, void* work, int64_t work_bytes,
+                       int32_t threads) {
+  if (l->size != (int32_t)sizeof(kv_layer)) return KV_BAD_SIZE;
+  if (T < 0 || a_row < l->o.inputs || x_row < kv_width(l->o.outputs)) return KV_BAD_RANGE;
+  if (work_bytes < kv_layer_bytes(l, T)) return KV_BAD_SPACE;
+  float* h = (float*)work;
+  char* rest = (char*)(h + T * inner(*l));
+  const Inputs a = inputs_of(l->o, rest, T), b = inputs_of(l->gate_up, rest, T), c = inputs_of(l->down, rest, T);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    multiply(l->o, attended, a_row, nullptr, 0.f, T, a, {x, x_row, ADD});
+    multiply(l->gate_up, x, x_row, l->mlp_norm, l->eps, T, b, {h, inner(*l), GATE});
+    multiply(l->down, h, inner(*l), nullptr, 0.f, T, c, {x, x_row, ADD});
+  }
+  return KV_OK;
+}
+
+KV_API int32_t kv_head(const kv_matrix* m, const float* norm, float eps, const float* x, int64_t x_row, int32_t T, float* out, int64_t out_row, void* work,
+                       int64_t work_bytes, int32_t threads) {
+  if (m->size != (int32_t)sizeof(kv_matrix)) return KV_BAD_SIZE;
+  if (T < 0 || x_row < m->inputs || out_row < kv_width(m->outputs)) return KV_BAD_RANGE;
+  if (work_bytes < kv_matrix_bytes(m, T)) return KV_BAD_SPACE;
+  const Inputs in = inputs_of(*m, (char*)work, T);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  multiply(*m, x, x_row, norm, eps, T, in, {out, out_row, STORE});
+  return KV_OK;
+}
