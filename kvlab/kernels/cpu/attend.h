@@ -71,19 +71,21 @@ struct Where {  // of one sequence and head
   KV_INLINE int64_t token(const Where& w, int slot) { return row(w, slot) * w.f.block + slot % w.f.block; }
 };
 
-// Slots [slot, slot + n) of one block that are holes: their scores become -inf.
-KV_INLINE void punch(const Where& w, int slot, int n, float* scores) {
+// Below, `token` is Where::token of a slot; what follows it in the block follows it there too.
+
+// n slots that are holes: their scores become -inf.
+KV_INLINE void punch(const Where& w, int64_t token, int n, float* scores) {
   if (!w.f.valid) return;
-  const uint8_t* valid = w.f.valid + Where::token(w, slot);
+  const uint8_t* valid = w.f.valid + token;
   for (int t = 0; t < n; t++)
     if (!valid[t]) scores[t] = NEG_INF;
 }
 
 // Zero where there is a hole; also written to `to`.
-KV_INLINE X holes(const Where& w, int slot, X x, float* to) {
+KV_INLINE X holes(const Where& w, int64_t token, X x, float* to) {
   alignas(64) float v[16];
   store(v, x);
-  const uint8_t* valid = w.f.valid + Where::token(w, slot);
+  const uint8_t* valid = w.f.valid + token;
   for (int t = 0; t < 16; t++) v[t] = valid[t] ? v[t] : 0.f;
   if (to) store(to, load(v));
   return load(v);
@@ -101,9 +103,9 @@ KV_INLINE X present(const Where& w, int slot, int a, int b, X x) {
 // One scale (and zero) per token can be applied to scores and probabilities; anything finer goes to the rows.
 KV_INLINE bool folds(const kv_side& s) { return s.axis == KV_TOKEN && s.group == s.width; }
 
-// Scale and shift of each lane for the group of tokens that `slot` is in (KV_BLOCK).
-static void block_scales(const kv_side& s, const Lanes& of, const Where& w, int slot, float* scale, float* shift) {
-  const int64_t at = (Where::row(w, slot) * (w.f.block / s.group) + slot % w.f.block / s.group) * s.width;
+// Scale and shift of each lane for the group of tokens that `token` is in (KV_BLOCK; a group divides a block).
+static void block_scales(const kv_side& s, const Lanes& of, int64_t token, float* scale, float* shift) {
+  const int64_t at = token / s.group * s.width;
   for (int c = 0; c < lanes(s); c += 16) {
     if (of.runs) {
       X a = meta_load(s.scale, s.meta, at + s.channel[c]);
@@ -120,18 +122,18 @@ static void block_scales(const kv_side& s, const Lanes& of, const Where& w, int 
 }
 
 // Rows x = scale * x + (zero + scale * mid): scales per group of channels, or per channel and group of tokens.
-static void scale_rows(const kv_side& s, const Lanes& of, const Where& w, int slot, int n, float* x) {
+static void scale_rows(const kv_side& s, const Lanes& of, int64_t token, int n, float* x) {
   const int W = lanes(s), groups = s.width / s.group;
   if (s.axis == KV_BLOCK) {
     float sc[MAX_SLOTS * 16], sh[MAX_SLOTS * 16];
     for (int t = 0; t < n;) {
-      block_scales(s, of, w, slot + t, sc, sh);
-      for (int end = t + s.group - (slot + t) % s.group; t < n && t < end; t++)
+      block_scales(s, of, token + t, sc, sh);
+      for (int end = t + s.group - (int)((token + t) % s.group); t < n && t < end; t++)
         for (int c = 0; c < W; c += 16) store(x + t * W + c, fma(load(x + t * W + c), load(sc + c), load(sh + c)));
     }
     return;
   }
-  int64_t at = Where::token(w, slot) * groups;
+  int64_t at = token * groups;
   for (int t = 0; t < n; t++, x += W, at += groups) {
     if (groups > 16) {
       for (int c = 0; c < W; c++) {
@@ -148,20 +150,18 @@ static void scale_rows(const kv_side& s, const Lanes& of, const Where& w, int sl
 }
 
 // n tokens of a side (all in one block), as stored; float32 pages are read where they lie.
-static const float* read_rows(const kv_side& s, const Decoder* d, const Lanes& of, const Where& w, int slot, int n, float* buf, bool scaled = true) {
-  const int64_t token = Where::token(w, slot);
+static const float* read_rows(const kv_side& s, const Decoder* d, const Lanes& of, const Where& w, int64_t token, int n, float* buf, bool scaled = true) {
   const uint8_t* row = s.codes + token * s.row_bytes;
   if (s.kind == KV_F32 && s.axis == KV_NONE && !w.f.valid) return (const float*)row;
   d->rows(s, row, n, buf);
-  if (scaled && s.axis != KV_NONE && !folds(s)) scale_rows(s, of, w, slot, n, buf);
+  if (scaled && s.axis != KV_NONE && !folds(s)) scale_rows(s, of, token, n, buf);
   for (int t = 0; w.f.valid && t < n; t++)  // nothing that lies in a hole may reach a sum, not even times zero
     if (!w.f.valid[token + t]) std::memset(buf + t * lanes(s), 0, sizeof(float) * lanes(s));
   return buf;
 }
 
 // Scale and shift of sixteen tokens of a side that folds.
-KV_INLINE void token_scales(const kv_side& s, const Where& w, int slot, X& scale, X& shift) {
-  int64_t at = Where::token(w, slot);
+KV_INLINE void token_scales(const kv_side& s, int64_t at, X& scale, X& shift) {
   scale = meta_load(s.scale, s.meta, at);
   if (s.scale2) scale = mul(scale, meta_load(s.scale2, s.meta, at));
   shift = s.zero ? fma(scale, set1(s.mid), meta_load(s.zero, s.meta, at)) : set1(0.f);
@@ -221,15 +221,15 @@ template <int R> static void mix16(const float* p, int ldp, const float* x, int 
 KV_INLINE void prefetch(const uint8_t* p, int64_t bytes) {
   for (int64_t b = 0; b < bytes; b += 64) KV_PREFETCH(p + b);
 }
-KV_INLINE void prefetch_rows(const kv_side& s, const Where& w, int slot) {
-  const int64_t token = Where::token(w, slot), meta = s.meta == KV_F32 ? 4 : 2;
+KV_INLINE void prefetch_rows(const kv_side& s, int64_t token) {
+  const int64_t meta = s.meta == KV_F32 ? 4 : 2;
   prefetch(s.codes + token * s.row_bytes, 16 * s.row_bytes);
   if (s.axis == KV_TOKEN) {
     const int64_t each = s.width / s.group * meta;
     prefetch(s.scale + token * each, 16 * each);
     if (s.zero) prefetch(s.zero + token * each, 16 * each);
     if (s.scale2) prefetch(s.scale2 + token * each, 16 * each);
-  } else if (s.axis == KV_BLOCK && slot % s.group == 0) {
+  } else if (s.axis == KV_BLOCK && token % s.group == 0) {
     const int64_t each = s.width * meta, at = token / s.group;
     prefetch(s.scale + at * each, each);
     if (s.zero) prefetch(s.zero + at * each, each);
@@ -241,6 +241,9 @@ static void split_rows(const kv_format& f, const Sides& d, const Where& w, int R
   alignas(64) float s[MAX_R][SPLIT];
   float z[MAX_R];
   const int first = a & ~15, n = b - first, ldq = key_lanes(f), wv = lanes(f.v);
+  int64_t token[SPLIT / 16];  // of every sixteen slots: a division each
+  for (int t = 0; t < n; t += 16) token[t / 16] = Where::token(w, first + t);
+  for (int t = 0; t < n && t < AHEAD; t += 16) prefetch_rows(f.k[0], token[t / 16]);
   for (int i = 0, at = 0; i < f.keys; at += lanes(f.k[i]), i++) {
     const kv_side& k = f.k[i];
     for (int r = 0; r < R; r++) {
@@ -250,13 +253,14 @@ static void split_rows(const kv_format& f, const Sides& d, const Where& w, int R
     const bool per_channel = k.axis == KV_BLOCK;  // a group's scales multiply the queries instead of its sixteen tokens
     alignas(64) float scaled[MAX_R][MAX_SLOTS * 16], sc_lane[MAX_SLOTS * 16], sh_lane[MAX_SLOTS * 16];
     for (int t = 0; t < n; t += 16) {
-      if (t + AHEAD < n) prefetch_rows(k, w, first + t + AHEAD);
-      if (!i) prefetch_rows(f.v, w, first + t);
-      const float* x = read_rows(k, d.k[i], d.of[i], w, first + t, 16, buf, !per_channel);
+      const int64_t at_token = token[t / 16];
+      if (t + AHEAD < n) prefetch_rows(k, token[(t + AHEAD) / 16]);
+      if (!i) prefetch_rows(f.v, at_token);
+      const float* x = read_rows(k, d.k[i], d.of[i], w, at_token, 16, buf, !per_channel);
       const float* y = q + at;
       int ldy = ldq;
       if (per_channel) {
-        block_scales(k, d.of[i], w, first + t, sc_lane, sh_lane);
+        block_scales(k, d.of[i], at_token, sc_lane, sh_lane);
         for (int r = 0; r < R; r++) {
           X sum = set1(0.f);
           for (int c = 0; c < lanes(k); c += 16) {
@@ -273,17 +277,25 @@ static void split_rows(const kv_format& f, const Sides& d, const Where& w, int R
       KV_ROWS(R, KV_CALL)
 #undef KV_CALL
       X sc = set1(1.f), sh = set1(0.f);
-      if (folds(k)) token_scales(k, w, first + t, sc, sh);
+      if (folds(k)) token_scales(k, at_token, sc, sh);
       for (int r = 0; r < R; r++) {
         X score = load(dots[r]);
         if (folds(k)) score = fma(sh, set1(z[r]), mul(score, sc));
         if (per_channel) score = add(score, set1(z[r]));
         store(&s[r][t], i ? add(load(&s[r][t]), score) : score);
-        punch(w, first + t, 16, &s[r][t]);
+        punch(w, at_token, 16, &s[r][t]);
       }
     }
   }
   const int end = (n + 15) & ~15, skip = a - first;
+  alignas(64) float v_scale[SPLIT], v_shift[SPLIT];
+  for (int t = 0; folds(f.v) && t < end; t += 16) {
+    X sc, sh;
+    token_scales(f.v, token[t / 16], sc, sh);
+    if (t < skip || t + 16 > n) sc = between(sc, skip - t, n - t, 0.f), sh = between(sh, skip - t, n - t, 0.f);
+    if (f.valid) sc = holes(w, token[t / 16], sc, nullptr), sh = holes(w, token[t / 16], sh, nullptr);
+    store(v_scale + t, sc), store(v_shift + t, sh);
+  }
   for (int r = 0; r < R; r++) {
     X top = set1(NEG_INF);
     for (int t = 0; t < end; t += 16) {
@@ -302,20 +314,15 @@ static void split_rows(const kv_format& f, const Sides& d, const Where& w, int R
       X p = exp2_of(sub(load(&s[r][t]), set1(m)));
       if (t < skip || t + 16 > n) p = between(p, skip - t, n - t, 0.f);
       store(&s[r][t], p);
-      if (f.valid) p = holes(w, first + t, p, &s[r][t]);
+      if (f.valid) p = holes(w, token[t / 16], p, &s[r][t]);
       sum = add(sum, p);
     }
     const float l = hsum(sum);
     lse2[r] = m + std::log2(l);
     X shift = set1(0.f), inv = set1(1.f / l);
     for (int t = 0; t < end; t += 16) {
-      X p = mul(load(&s[r][t]), inv), sc, sh;
-      if (folds(f.v)) {
-        token_scales(f.v, w, first + t, sc, sh);
-        if (t < skip || t + 16 > n) sc = between(sc, skip - t, n - t, 0.f), sh = between(sh, skip - t, n - t, 0.f);
-        if (f.valid) sc = holes(w, first + t, sc, nullptr), sh = holes(w, first + t, sh, nullptr);
-        shift = fma(p, sh, shift), p = mul(p, sc);
-      }
+      X p = mul(load(&s[r][t]), inv);
+      if (folds(f.v)) shift = fma(p, load(v_shift + t), shift), p = mul(p, load(v_scale + t));
       store(&s[r][t], p);
     }
     const float z0 = hsum(shift);
@@ -323,7 +330,7 @@ static void split_rows(const kv_format& f, const Sides& d, const Where& w, int R
   }
   for (int t = 0; t < end; t += 16) {
     const int from = t < skip ? skip - t : 0, to = n - t < 16 ? n - t : 16;
-    const float* x = read_rows(f.v, d.v, d.of[2], w, first + t + from, to - from, buf);
+    const float* x = read_rows(f.v, d.v, d.of[2], w, token[t / 16] + from, to - from, buf);
 #define KV_CALL(N) mix16<N>(&s[0][t + from], SPLIT, x, f.v.slots, to - from, out, wv)
     KV_ROWS(R, KV_CALL)
 #undef KV_CALL

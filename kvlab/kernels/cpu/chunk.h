@@ -27,11 +27,12 @@ static void tile_rows(const kv_side& s, const Decoder* d, const Lanes& of, const
   for (int t = a; t < b;) {
     int n = f_min(b - t, w.f.block - t % w.f.block);
     float* to = out + (t - tile) * W;
-    const float* x = read_rows(s, d, of, w, t, n, to);
+    const int64_t token = Where::token(w, t);
+    const float* x = read_rows(s, d, of, w, token, n, to);
     if (x != to) std::memcpy(to, x, sizeof(float) * n * W);
     if (folds(s))
       for (int i = 0; i < n; i++) {
-        int64_t at = Where::token(w, t + i);
+        const int64_t at = token + i;
         if (w.f.valid && !w.f.valid[at]) continue;
         float sc = meta_at(s.scale, s.meta, at) * (s.scale2 ? meta_at(s.scale2, s.meta, at) : 1.f);
         float sh = s.zero ? meta_at(s.zero, s.meta, at) + sc * s.mid : 0.f;
@@ -78,7 +79,7 @@ static void chunk_item(const kv_format& f, const kv_view& s, const Sides& d, con
       const int t = (r0 + i) / G, from = f_max(lo[t] - tile, 0), to = f_min(hi[t] - tile, TILE);
       float* p = S + i * TILE;
       for (int c = a - tile; f.valid && c < b - tile; c += 16 - (tile + c) % 16)
-        punch(w, tile + c, f_min(16 - (tile + c) % 16, b - tile - c), p + c);
+        punch(w, Where::token(w, tile + c), f_min(16 - (tile + c) % 16, b - tile - c), p + c);
       if (from >= to) {
         std::memset(p, 0, sizeof(float) * TILE);
         continue;
