@@ -57,7 +57,7 @@ def has_bf16() -> bool:
 
     if torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return True
-    print("this CPU has no bfloat16 products: prompts in bfloat16 are left out")
+    print("this CPU has no bfloat16 products: transformers' prompts in bfloat16 are left out")
     return False
 
 

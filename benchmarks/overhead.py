@@ -1,20 +1,15 @@
 """Where a decode step of SmolLM2 goes: CPU time on one thread, context 512, by method, weights and batch.
 
-linears     the lean step's products (models/weights.Linear), padding and conversions included
-attention   Compressor.write (encode, append, seal) and Compressor.attend
-small ops   the rest of the model's forward: embedding, norms, rope, activation, residual
-engine      the rest of Engine.step: scheduler, block tables, sampling, books
-total       the same step in another turn, without any stopwatch; the parts should add up to it
-
-Stopwatches exist only during a watched turn; their own cost, measured on an empty function, is taken off the parts.
+linears     the matrix products alone, one call each, on the same weights
+attention   what a step's calls for pages take (encode, append, seal, attend), timed in a step that goes layer by layer
+rest        total - linears - attention: norms, rope, gate, residual, embedding, scheduler, block tables, sampling
+total       a step as it is, without any stopwatch
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections import Counter, defaultdict
-from contextlib import contextmanager
 from statistics import median
 
 import common
@@ -22,68 +17,78 @@ from ours import Ours, setting
 
 METHODS = ("full", "int4", "turboquant", "kivi")
 STEPS = 5  # of a turn, after one that is not timed
-PARTS = ("linears", "attention", "small ops", "engine")
+PARTS = ("linears", "attention", "rest", "total")
+PAGES = ("kv_append", "kv_seal", "kv_attend")
 
 
-class Stopwatch:
-    def __init__(self) -> None:
-        self.spent: dict[str, float] = defaultdict(float)
-        self.calls: Counter[str] = Counter()
+class Timed:
+    """A kernel library whose calls for pages add up their CPU seconds."""
 
-    def wrap(self, name: str, call):
-        def timed(*args, **kwargs):
+    def __init__(self, lib) -> None:
+        self.lib, self.spent = lib, 0.0
+
+    def __getattr__(self, name: str):
+        call = getattr(self.lib, name)
+        return self._timed(call) if name in PAGES else call
+
+    def _timed(self, call):
+        def timed(*args):
             start = time.process_time()
-            out = call(*args, **kwargs)
-            self.spent[name] += time.process_time() - start
-            self.calls[name] += 1
+            out = call(*args)
+            self.spent += time.process_time() - start
             return out
 
         return timed
 
-    @contextmanager
-    def on(self, lab):
-        """Around linears, attention and the model's forward of one Lab."""
-        from kvlab.models.weights import Linear
 
-        plain = Linear.__call__
-        Linear.__call__ = self.wrap("linears", plain)
-        c, e, forward = lab.compressor, lab.engine, lab.engine.forward
-        c.write, c.attend = self.wrap("attention", c.write), self.wrap("attention", c.attend)
-        e.forward = self.wrap("model", forward)
-        try:
-            yield
-        finally:
-            Linear.__call__, e.forward = plain, forward
-            del c.write, c.attend
-
-
-def own_cost(n: int = 20_000) -> tuple[float, float]:
-    """Seconds that a stopwatch adds to what it measures, and to what is around it."""
-    watch = Stopwatch()
-    empty, timed = (lambda: None), watch.wrap("x", lambda: None)
-    bare = common.cpu(lambda: [empty() for _ in range(n)])
-    whole = common.cpu(lambda: [timed() for _ in range(n)])
-    inside = watch.spent["x"] / n
-    return inside, max((whole - bare) / n - inside, 0.0)
+def attention(lab) -> float:
+    """CPU seconds of the page kernels in a step."""
+    layers = [x for bound in lab.compressor.packed._bound.values() for x in bound.values()]
+    timed, plain = Timed(layers[0].lib), layers[0].lib
+    lab.compressor.turn = lambda pages: None
+    for x in layers:
+        x.lib = timed
+    try:
+        for _ in range(STEPS):
+            lab.engine.step()
+    finally:
+        del lab.compressor.turn
+        for x in layers:
+            x.lib = plain
+    return timed.spent / STEPS
 
 
-def measure(lab, cost: tuple[float, float]) -> dict[str, float]:
-    """Seconds of each part in one step: a turn without stopwatches, then one with them."""
+def linears(lab, batch: int):
+    """A call that makes all products of a decode step, alone."""
+    import torch
+
+    step = lab.runner.body.step
+    parts = [m for p in step.parts for m in (p.qkv, p.o, p.gate_up, p.down)] + [step.head_matrix]
+    calls, kept = [], []
+    for m in parts:
+        width = -(-m.outputs // 32) * 32
+        x, out = torch.randn(batch, m.inputs), torch.empty(batch, width)
+        work = torch.empty(step.lib.kv_matrix_bytes(m.struct, batch), dtype=torch.uint8)
+        kept += [x, out, work]
+        calls.append(
+            (m.struct, None, 0.0, x.data_ptr(), m.inputs, batch, out.data_ptr(), width, work.data_ptr(), len(work), 1)
+        )
+
+    def run(kept=kept) -> None:
+        for args in calls:
+            step.lib.kv_head(*args)
+
+    return run
+
+
+def measure(lab, products) -> dict[str, float]:
+    """Seconds of each part of a step."""
     step = lab.engine.step
     step()
     total = common.cpu(lambda: [step() for _ in range(STEPS)]) / STEPS
-    watch, (inside, around) = Stopwatch(), cost
-    with watch.on(lab):
-        watched = common.cpu(lambda: [step() for _ in range(STEPS)]) / STEPS
-    part = {k: (v - watch.calls[k] * inside) / STEPS for k, v in watch.spent.items()}
-    inner = watch.calls["linears"] + watch.calls["attention"]
-    model = part["model"] - inner * (inside + around) / STEPS
-    engine = watched - part["model"] - (inside + around) * watch.calls["model"] / STEPS
-    small = model - part["linears"] - part["attention"]
-    return {
-        "linears": part["linears"], "attention": part["attention"], "small ops": small, "engine": engine,
-        "total": total,
-    }  # fmt: skip
+    pages = attention(lab)
+    alone = common.cpu(lambda: [products() for _ in range(STEPS)]) / STEPS
+    return {"linears": alone, "attention": pages, "rest": total - alone - pages, "total": total}
 
 
 def main() -> None:
@@ -94,33 +99,32 @@ def main() -> None:
     loaded = load(ModelCfg())
     ours, context = Ours(loaded), 64 if args.quick else args.context
     room = (args.rounds + 1) * (2 * STEPS + 1) + 1
-    cost = own_cost()
     for batch in (1,) if args.quick else (1, 8):
         labs = {}
         for weights in args.weights.split(","):
             for method in METHODS:
                 s = setting(method, weights)
-                try:
-                    lab = ours.lab(s, batch, context, room)
-                    row = ours.row(lab, s)
-                    assert row["step"]["step"] == "lean", "stopwatches know the lean step only"
-                except Exception as error:
-                    print(f"  left out: {method}, {weights} weights: {type(error).__name__}: {error}")
+                lab = ours.lab(s, batch, context, room)
+                row = ours.row(lab, s)
+                if not hasattr(lab.runner, "body") or not hasattr(lab.runner.body, "step"):
+                    print(f"  left out: {method}, {weights} weights: the compiled step does not run here")
                     continue
-                labs[row["side"]] = lab, row
-        figures = common.rounds({n: (lambda lab=lab: measure(lab, cost)) for n, (lab, _) in labs.items()}, args.rounds)
-        report(args, figures, {n: r for n, (_, r) in labs.items()}, batch, context, loaded.id)
+                labs[row["side"]] = lab, row, linears(lab, batch)
+        if labs:
+            runs = {n: (lambda lab=lab, p=p: measure(lab, p)) for n, (lab, _, p) in labs.items()}
+            figures = common.rounds(runs, args.rounds)
+            report(args, figures, {n: r for n, (_, r, _) in labs.items()}, batch, context, loaded.id)
 
 
 def report(args, figures: dict, rows: dict, batch: int, context: int, model: str) -> None:
     load = os.getloadavg()[0]
     print(f"\noverhead  batch {batch}, context {context}, {model}, ms of CPU time on 1 thread, load {load:.1f}")
-    print(f"  {'side':46s}" + "".join(f"{p:>11s}" for p in (*PARTS, "total")))
+    print(f"  {'side':46s}" + "".join(f"{p:>11s}" for p in PARTS))
     out = []
     for name, values in figures.items():
-        ms = {part: 1000 * median(v[part] for v in values) for part in (*PARTS, "total")}
+        ms = {part: 1000 * median(v[part] for v in values) for part in PARTS}
         print(f"  {name:46s}" + "".join(f"{v:11.2f}" for v in ms.values()))
-        figure = {f"ms_{part.replace(' ', '_')}": v for part, v in ms.items()}
+        figure = {f"ms_{part}": v for part, v in ms.items()}
         facts = {"batch": batch, "context": context, "model": model, "clock": "process CPU time, 1 thread"}
         out.append({"bench": "overhead", **rows[name], **facts, **figure, "rounds": len(values), "load": load})
     if out and not args.quick:

@@ -127,8 +127,7 @@ def prefill(args, worker: Worker, files: dict, loaded, length: int) -> None:
     print(f"\nprefill sweep, {probe} tokens: " + ", ".join(f"{n} {probe / s:.0f} tok/s" for n, s in swept.items()))
     best = sorted(swept, key=swept.get)[:2]
     sides = {n: (lambda n=n: worker.call("prompt", id=n, tokens=length, threads=threads)[0]) for n in best}
-    ours = [("full", "int8"), ("turboquant", "int8"), ("turboquant", "model")]
-    for method, weights in ours + ([("turboquant", "bf16")] if common.has_bf16() else []):
+    for method, weights in (("full", "int8"), ("turboquant", "int8"), ("turboquant", "model"), ("turboquant", "bf16")):
         sides[f"kvlab {method}, {weights} weights"] = _prompt(loaded, method, weights, length)
     torch.set_num_threads(threads)
     figures: dict[str, list[float]] = {n: [] for n in sides}

@@ -149,7 +149,7 @@ def _attention(folder: Path) -> list[str]:
 
 def _overhead(folder: Path) -> list[str]:
     data = [r for r in rows("overhead", folder) if r["weights"] == "int8"]
-    parts = ("linears", "attention", "small_ops", "engine", "total")
+    parts = ("linears", "attention", "rest", "total")
     lines = [
         f"| {r['batch']} x {r['context']} | {r['cache']} | " + " | ".join(f"{r[f'ms_{p}']:.1f}" for p in parts) + " |"
         for r in data
@@ -158,6 +158,6 @@ def _overhead(folder: Path) -> list[str]:
         return []
     return [
         "Where a step goes, int8 weights, ms of CPU time on one thread:", "",
-        "| | cache | linears | attention | small ops | engine | whole step |", "|:--|:--|--:|--:|--:|--:|--:|",
+        "| | cache | linears | attention | rest | whole step |", "|:--|:--|--:|--:|--:|--:|",
         *lines, "",
     ]  # fmt: skip

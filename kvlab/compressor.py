@@ -28,6 +28,7 @@ from kvlab.codec import Codec
 from kvlab.errors import ConfigError
 from kvlab.families.pruner import Evictable, Pruner
 from kvlab.kernels.attention import Partial, mass, merge, partial
+from kvlab.kernels.cpu.turn import Turn
 from kvlab.kernels.format import exact
 
 
@@ -145,6 +146,16 @@ class Compressor:
             waits = max(self.pruner.kept_slots(context), self.codec.residual + self.block - 1)
             return body, max(context, min(body, waits + max(1, min(chunk, prompt - context))))
         return total, min(total, self.codec.residual + self.block + chunk)
+
+    def turn(self, pages: StepPages) -> Turn | None:
+        """`write` and `attend` of all layers as the kernels do them; None where they do not do all of it. Then, and for
+        a subclass, both are called layer by layer."""
+        if self.packed is None or type(self) is not Compressor:
+            return None
+        buckets, pruner = pages.step.buckets, self.pruner
+        if pruner is not None and (type(pruner).wrote is not Pruner.wrote or any(map(pruner.watches, buckets))):
+            return None
+        return self.packed.turn(pages, encodes=self.codec.family != "full")
 
     # -- inside a layer ------------------------------------------------------------------------------------------
     def write(self, layer: int, k: Tensor, v: Tensor, pages: StepPages) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,7 +20,11 @@ from kvlab.cache.tables import ClassTables
 from kvlab.cache.tiles import Source, Tile
 from kvlab.kernels.cpu.attend import Layers, View
 from kvlab.kernels.cpu.structs import Refused
+from kvlab.kernels.cpu.turn import Turn
 from kvlab.kernels.format import Format
+
+if TYPE_CHECKING:
+    from kvlab.cache.paged import StepPages
 
 log = logging.getLogger(__name__)
 Bound = dict[Source, Layers]
@@ -66,7 +71,7 @@ class Packed:
     def seal(self, layer: int, p: Pages, src: Tensor, dst: Tensor) -> bool:
         """Block rows src of the tail, encoded to block rows dst of the body."""
         bound, tail = self.bound(p.t), p.t.tail_arrays.block_rows
-        if bound is None or not bound["body"].seals or len(tail) > 2 or tail["k"].dtype != torch.float32:
+        if bound is None or not self._seals(bound, p):
             return False
         return bound["body"].seal(p.t.layer_index[layer], tail["k"], tail["v"], src, dst)
 
@@ -92,6 +97,34 @@ class Packed:
             if (seen := view(p, bucket, source, folded)) is not None:
                 layers.attend(p.t.layer_index[layer], seen, q, out, lse, join)
                 join = True
+
+    # -- all layers at once --------------------------------------------------------------------------------------
+    def turn(self, pages: StepPages, encodes: bool) -> Turn | None:
+        """A step's writing, sealing and reading of all layers; None if some of it is not the kernels'. encodes: a
+        written token counts as encoded where there is no tail."""
+        turn = Turn(pages.cache.plan.geom.L)
+        for p in pages.by_class:
+            bound, to = self.bound(p.t), "body" if p.t.tail is None else "tail"
+            if bound is None or not bound[to].appends or not all(self.reads(p, b) for b in p.step.buckets):
+                return None
+            turn.write(bound[to], p.all_write_rows())
+            turn.encoded += encodes * len(p.t.layers) * (p.t.tail is None)
+            if (pairs := p.all_seal_rows()) is not None:
+                (src, dst, real), tail = pairs, p.t.tail_arrays.block_rows
+                if real is not None or not self._seals(bound, p):
+                    return None
+                turn.move(bound["body"], tail["k"], tail["v"], src, dst)
+                turn.encoded += dst.numel()
+            for bucket in p.step.buckets:
+                views = [(layers, view(p, bucket, source, folded=False)) for source, layers in bound.items()]
+                for j, (layers, seen) in enumerate([x for x in views if x[1] is not None]):
+                    turn.read(layers, seen, join=j > 0)
+        return turn
+
+    @staticmethod
+    def _seals(bound: Bound, p: Pages) -> bool:
+        tail = p.t.tail_arrays.block_rows
+        return bound["body"].seals and len(tail) == 2 and tail["k"].dtype == torch.float32
 
     def received(self, layer: int, q: Tensor, lse: Tensor, p: Pages, bucket: Bucket) -> list[tuple[Tile, Tensor]]:
         """Compressor.received, a source at a time."""

@@ -67,6 +67,10 @@ class Pages:
     # -- writing -------------------------------------------------------------------------------------------------
     def write_rows(self, layer: int) -> Tensor:
         """Token rows where this step's tokens go, int64 [Hk * T], in the tail if there is one, else in the body."""
+        return self.all_write_rows()[self.t.layer_index[layer]]
+
+    def all_write_rows(self) -> Tensor:
+        """`write_rows` of every layer of the class, int64 [Lc, Hk * T]."""
         if self._write is None:
             t, step, B = self.t, self.step, self.block
             slot = self.growth.before[step.row_seq] + step.row_at[:, None]  # [T, groups]
@@ -76,7 +80,7 @@ class Pages:
                 block[:, t.group_of].transpose(1, 2, 0), (slot % B)[:, t.group_of].transpose(1, 2, 0)
             )
             self._write = step.tensor(flat.reshape(len(t.layers), -1))
-        return self._write[self.t.layer_index[layer]]
+        return self._write
 
     def _token_row(self, block: np.ndarray, offset: np.ndarray) -> np.ndarray:
         """block, offset int [layers, Hk, k] -> row of the flat [.., B] token view."""
@@ -111,16 +115,16 @@ class Pages:
 
         M counts (sequence, logical block); where heads seal different blocks (ragged tables) some entries are not real.
         """
-        t = self.t
-        if t.tail is None:
+        pairs = self.all_seal_rows()
+        return None if pairs is None else tuple(x if x is None else x[self.t.layer_index[layer]] for x in pairs)
+
+    def all_seal_rows(self) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        """`seal_rows` of every layer of the class, [Lc, M*Hk] each."""
+        if self.t.tail is None:
             return None
         if self._seal is None:
             self._seal = self._seal_pairs()
-        src, dst, real = self._seal
-        if not src.shape[1]:
-            return None
-        li = t.layer_index[layer]
-        return src[li], dst[li], None if real is None else real[li]
+        return self._seal if self._seal[0].shape[1] else None
 
     def _seal_pairs(self) -> tuple[Tensor, Tensor, Tensor | None]:
         t, B = self.t, self.block

@@ -26,6 +26,7 @@ from kvlab.cache.paged import StepPages
 from kvlab.compressor import Compressor
 from kvlab.errors import ConfigError
 from kvlab.kernels.cpu import lib
+from kvlab.kernels.cpu.turn import Turn
 from kvlab.models.geometry import windows
 from kvlab.models.lean_native import NativeBody
 from kvlab.models.lean_torch import TorchBody
@@ -46,6 +47,9 @@ class Body(Protocol):
 
     def angles(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """cos, sin [T, D] as `front` wants them; made once a step."""
+
+    def all_layers(self, x: Tensor, angles: tuple[Tensor, Tensor], turn: Turn) -> bool:
+        """All layers and their attention. False if that cannot be: x is to be made again, and done layer by layer."""
 
     def front(self, i: int, x: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """q [1, H, T, D] and k [1, Hk, T, D] after rope, v [1, Hk, T, D]; each row's channels lie together."""
@@ -86,10 +90,15 @@ class LeanRunner:
         x = body.embed(tokens)
         cos, sin = self.rotary(x, positions[None])
         angles = body.angles(cos[0], sin[0])
-        for i in range(self.layers):
-            q, k, v = body.front(i, x, angles)
-            compressor.write(i, k, v, pages)
-            body.back(i, compressor.attend(i, q, k, v, pages).view(T, -1), x)
+        turn = compressor.turn(pages)
+        if turn is not None and body.all_layers(x, angles, turn):
+            compressor.counters.encoded_blocks += turn.encoded
+        else:
+            x = body.embed(tokens)  # it may have come half the way, to a number that the method below refuses in words
+            for i in range(self.layers):
+                q, k, v = body.front(i, x, angles)
+                compressor.write(i, k, v, pages)
+                body.back(i, compressor.attend(i, q, k, v, pages).view(T, -1), x)
         return body.head(x.index_select(0, rows)) if len(rows) else x.new_empty(0, self.vocab)
 
 

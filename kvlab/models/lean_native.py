@@ -1,4 +1,5 @@
-"""The lean step on the CPU kernels: three calls a layer with the attention's between them (kernels/cpu/step.cpp).
+"""The lean step on the CPU kernels (kernels/cpu/step.cpp): one call for all layers where kernels read and write the
+method's pages too, else two a layer and the method's own between them.
 
 For float32 models; `kind` says what the matrices are made of. Between them everything stays float32.
 """
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvlab.kernels.cpu.dense import LayerParts, Matrix, Step, interleaved, padded
+from kvlab.kernels.cpu.turn import Turn
 
 KINDS = {"model": "float32", "bf16": "bf16", "int8": "int8"}
 
@@ -65,6 +67,9 @@ class NativeBody:
         qkv = self.step.front(i, x, *angles)
         heads = qkv.unflatten(1, (-1, self.D)).transpose(0, 1)[None]
         return heads.narrow(1, 0, self.H), heads.narrow(1, self.H, self.Hk), heads.narrow(1, self.H + self.Hk, self.Hk)
+
+    def all_layers(self, x: Tensor, angles: tuple[Tensor, Tensor], turn: Turn) -> bool:
+        return turn.run(self.step, x, *angles, self.H, self.Hk)
 
     def back(self, i: int, attended: Tensor, x: Tensor) -> None:
         self.step.back(i, attended, x)

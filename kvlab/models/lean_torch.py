@@ -87,6 +87,9 @@ class TorchBody:
         qk = torch.addcmul(qk * cos, qk.roll(self.D // 2, -1), sin)
         return qk.narrow(1, 0, self.H), qk.narrow(1, self.H, self.Hk), heads.narrow(1, self.H + self.Hk, self.Hk)
 
+    def all_layers(self, *_) -> bool:
+        return False
+
     def back(self, i: int, attended: Tensor, x: Tensor) -> None:
         layer, stream = self.layers[i], x[:, :-1]
         stream.add_(layer.o(attended))

@@ -90,20 +90,22 @@ class Layers:
         """
         _dense(q, out)
         assert lse.dtype == torch.float32, f"lse is {lse.dtype}, not float32"
-        fmt = self.formats[i]
         if view.struct is not self._checked:
-            self._ok("kv_check_view", self.lib.kv_check_view(view.struct, self.block, self.capacity))
-            self._checked = view.struct
-            need = self.lib.kv_workspace(fmt, view.struct)
+            need, self._checked = self.admit(view), view.struct
             if self._work.numel() < need:
                 self._work = torch.empty(need)
         code = self.lib.kv_attend(
-            fmt, view.struct, q.data_ptr(), q.stride(1), q.stride(0), out.data_ptr(), out.stride(1), out.stride(0),
-            lse.data_ptr(), lse.stride(1), lse.stride(0), join, self._work.data_ptr(), self._work.numel(),
-            torch.get_num_threads(),
+            self.formats[i], view.struct, q.data_ptr(), q.stride(1), q.stride(0), out.data_ptr(), out.stride(1),
+            out.stride(0), lse.data_ptr(), lse.stride(1), lse.stride(0), join, self._work.data_ptr(),
+            self._work.numel(), torch.get_num_threads(),
         )  # fmt: skip
         if code:
             self._ok("kv_attend", code)
+
+    def admit(self, view: View) -> int:
+        """Check a view against the pool, once for all layers. Returns the floats of scratch that it needs."""
+        self._ok("kv_check_view", self.lib.kv_check_view(view.struct, self.block, self.capacity))
+        return self.lib.kv_workspace(self.formats[0], view.struct)
 
     def append(self, i: int, k: Tensor, v: Tensor, rows: Tensor) -> bool:
         """Encode k, v float32 [Hk, T, D] (last axis dense) into token rows int64 [Hk * T] of the class's arrays.

@@ -9,6 +9,7 @@ import ctypes
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -44,6 +45,7 @@ def prototypes(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.kv_matrix_bytes.argtypes, lib.kv_matrix_bytes.restype = [m, i], n
     lib.kv_front.argtypes, lib.kv_front.restype = [l, p, n, i, p, p, p, n, p, n, i], i
     lib.kv_back.argtypes, lib.kv_back.restype = [l, p, n, p, n, i, p, n, i], i
+    lib.kv_step.argtypes, lib.kv_step.restype = [p], i
     lib.kv_head.argtypes, lib.kv_head.restype = [m, p, c_float, p, n, i, p, n, p, n, i], i
     return lib
 
@@ -117,6 +119,7 @@ class Step:
         self.lib, self.parts = prototypes(lib), layers
         self.norm, self.eps, self.head_matrix = norm, eps, head
         self.layers = [self._layer(p) for p in layers]
+        self.addresses = np.array([ctypes.addressof(x) for x in self.layers], np.int64)
         self._ok("kv_check_matrix", lib.kv_check_matrix(head.struct))
         self._work = torch.empty(0, dtype=torch.uint8)
 
@@ -133,8 +136,7 @@ class Step:
         rope."""
         _check(x, cos, sin)
         layer, T, outputs = self.layers[i], len(x), self.parts[i].qkv.outputs
-        out = torch.empty(T, padded(outputs))
-        work = self._room(self.lib.kv_layer_bytes(layer, T))
+        out, work = torch.empty(T, padded(outputs)), self.room(T)
         code = self.lib.kv_front(
             layer, x.data_ptr(), x.stride(0), T, cos.data_ptr(), sin.data_ptr(), out.data_ptr(), out.stride(0),
             work.data_ptr(), len(work), torch.get_num_threads(),
@@ -146,7 +148,7 @@ class Step:
         """x [T, width] += o(attended [T, H * dim]); then x += the MLP of its norm."""
         _check(attended, x)
         layer, T = self.layers[i], len(x)
-        work = self._room(self.lib.kv_layer_bytes(layer, T))
+        work = self.room(T)
         code = self.lib.kv_back(
             layer, attended.data_ptr(), attended.stride(0), x.data_ptr(), x.stride(0), T, work.data_ptr(), len(work),
             torch.get_num_threads(),
@@ -158,7 +160,7 @@ class Step:
         _check(x)
         m, k = self.head_matrix, len(x)
         out = torch.empty(k, padded(m.outputs))
-        work = self._room(self.lib.kv_matrix_bytes(m.struct, k))
+        work = self._grown(self.lib.kv_matrix_bytes(m.struct, k))
         code = self.lib.kv_head(
             m.struct, self.norm.data_ptr(), self.eps, x.data_ptr(), x.stride(0), k, out.data_ptr(), out.stride(0),
             work.data_ptr(), len(work), torch.get_num_threads(),
@@ -166,7 +168,11 @@ class Step:
         self._ok("kv_head", code)
         return out[:, : m.outputs]
 
-    def _room(self, nbytes: int) -> Tensor:
+    def room(self, T: int) -> Tensor:
+        """Scratch for T rows of a layer; all layers of a model are alike."""
+        return self._grown(self.lib.kv_layer_bytes(self.layers[0], T))
+
+    def _grown(self, nbytes: int) -> Tensor:
         if len(self._work) < nbytes:
             self._work = torch.empty(nbytes, dtype=torch.uint8)
         return self._work

@@ -1,6 +1,6 @@
 // C ABI of a model's layer around its attention, for packed rows x [T, width] of float32:
 //   kv_front  norm -> q, k, v -> norm of q and k -> rope         kv_back  x += o(attention); x += down(silu(gate) * up)
-//   kv_head   norm -> logits
+//   kv_head   norm -> logits                                     kv_step   all layers, their attention in between
 // Widths of x, qkv and logits are padded to a multiple of 32 (kv_width); what lies beyond stays zero.
 #include "abi.h"
 #include "dense.h"
@@ -117,5 +117,59 @@ KV_API int32_t kv_head(const kv_matrix* m, const float* norm, float eps, const f
   const Inputs in = inputs_of(*m, (char*)work, T);
 #pragma omp parallel num_threads(threads) if (threads > 1)
   multiply(*m, x, x_row, norm, eps, T, in, {out, out_row, STORE});
+  return KV_OK;
+}
+
+// What a step writes and reads of pages, for all layers. Pointers by layer, [layers]; null where a layer is of another class.
+struct kv_write {
+  const kv_format* const* format;
+  const int64_t* const* rows;
+  int64_t capacity;
+};
+struct kv_moved {  // blocks that are encoded after the writes
+  const kv_format* const* format;
+  const int64_t* const* src;
+  const int64_t* const* dst;
+  const float *k, *v;
+  int64_t src_rows, dst_rows, count;
+};
+struct kv_read {  // in this order; join: the rows have read another source before
+  const kv_format* const* format;
+  const kv_view* view;
+  int64_t join;
+};
+struct kv_turn {
+  int32_t size, layers, T, heads, kv_heads, dim, writes, moves, reads, threads;
+  const kv_layer* const* layer;
+  const kv_write* write;
+  const kv_moved* move;
+  const kv_read* read;
+  float *x, *qkv, *attended, *lse;  // [T, x_row], [T, qkv_row], [T, heads * dim], [T, heads]
+  const float *cos, *sin;
+  int64_t x_row, qkv_row, pages_floats, work_bytes;
+  float* pages_work;
+  void* work;
+};
+
+// Returns 0, a refusal, or 1 + the layer whose keys or values hold a number that cannot be written: x means nothing then.
+KV_API int32_t kv_step(const kv_turn* s) {
+  if (s->size != (int32_t)sizeof(kv_turn)) return KV_BAD_SIZE;
+  if (s->heads < 1 || s->kv_heads < 1 || s->dim < 1 || s->qkv_row < (int64_t)(s->heads + 2 * s->kv_heads) * s->dim) return KV_BAD_RANGE;
+  const int64_t width = (int64_t)s->heads * s->dim;
+  const float *k = s->qkv + width, *v = k + (int64_t)s->kv_heads * s->dim;
+  for (int l = 0; l < s->layers; l++) {
+    int32_t code = kv_front(s->layer[l], s->x, s->x_row, s->T, s->cos, s->sin, s->qkv, s->qkv_row, s->work, s->work_bytes, s->threads);
+    for (const kv_write* w = s->write; !code && w < s->write + s->writes; w++)
+      if (w->format[l]) code = kv_append(w->format[l], k, s->dim, s->qkv_row, v, s->dim, s->qkv_row, w->rows[l], w->capacity, s->T, s->threads);
+    for (const kv_moved* m = s->move; !code && m < s->move + s->moves; m++)
+      if (m->format[l]) code = kv_seal(m->format[l], m->k, m->v, m->src[l], m->src_rows, m->dst[l], m->dst_rows, (int32_t)m->count, s->threads);
+    if (code > 0) return 1 + l;
+    for (const kv_read* r = s->read; !code && r < s->read + s->reads; r++)
+      if (r->format[l])
+        code = kv_attend(r->format[l], r->view, s->qkv, s->dim, s->qkv_row, s->attended, s->dim, width, s->lse, 1, s->heads, r->join != 0, s->pages_work,
+                         s->pages_floats, s->threads);
+    if (!code) code = kv_back(s->layer[l], s->attended, width, s->x, s->x_row, s->T, s->work, s->work_bytes, s->threads);
+    if (code) return code;
+  }
   return KV_OK;
 }

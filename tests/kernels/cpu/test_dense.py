@@ -49,7 +49,8 @@ def stored(m: Matrix) -> torch.Tensor:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_product_is_off_by_its_roundings_only(variant, kind, shape, bias):
     """float32 and bf16: n sums and the norm's few roundings of terms |w x|. int8: sums are exact; an input is off by
-    half a step of its row, 1 / (2 top) of the largest. Fails for a wrong panel order, an odd last input, a lost bias."""
+    half a step of its row, 1 / (2 top) of the largest. Fails for panels in another order, an odd last input, a lost
+    bias."""
     inputs, outputs = shape
     weight, offset = normal(outputs, inputs), normal(outputs, seed=2) if bias else None
     step = head(variant, kind, weight, offset)
@@ -200,8 +201,8 @@ def test_silu_holds_at_every_size(variant):
     zero = Matrix("float32", torch.zeros(n, 48), None)
     gate = Matrix("float32", interleaved(torch.eye(n), torch.zeros(n, n)), interleaved(torch.zeros(n), torch.ones(n)))
     size = g.square().mean().sqrt()
-    parts = LayerParts(**{**vars(parts), "o": zero, "gate_up": gate, "down": one, "mlp_norm": size.expand(n).contiguous(),
-                          "eps": 0.0})  # fmt: skip
+    changes = {"o": zero, "gate_up": gate, "down": one, "mlp_norm": size.expand(n).contiguous(), "eps": 0.0}
+    parts = LayerParts(**{**vars(parts), **changes})
     step = Step(pages.library(variant), [parts], torch.ones(n), 1e-5, one)
     x = wide(g[None])
     step.back(0, torch.zeros(1, 48), x)
@@ -240,20 +241,20 @@ def test_what_the_kernels_cannot_hold_is_refused():
 
     x, out = torch.full((4, 64), torch.nan), torch.full((4, 96), torch.nan)
     work = torch.empty(lib.kv_layer_bytes(whole, 4), dtype=torch.uint8)
-    pointers = x.data_ptr(), out.data_ptr(), work.data_ptr()
+    pointers, room = (x.data_ptr(), out.data_ptr(), work.data_ptr()), len(work)
 
-    def front(x_row=64, T=4, row=96, space=len(work), layer=whole):
+    def front(x_row=64, T=4, row=96, space=room, layer=whole):
         return lib.kv_front(
             layer, pointers[0], x_row, T, pointers[0], pointers[0], pointers[1], row, pointers[2], space, 1
         )
 
-    def back(a_row=64, x_row=64, T=4, space=len(work), layer=whole):
+    def back(a_row=64, x_row=64, T=4, space=room, layer=whole):
         return lib.kv_back(layer, pointers[0], a_row, pointers[1], x_row, T, pointers[2], space, 1)
 
     short = type(whole)()
     assert (front(layer=short), back(layer=short)) == (size, size)
     assert {front(x_row=39), front(row=95), front(T=-1), back(a_row=47), back(x_row=63), back(T=-1)} == {-4}
-    assert {front(space=len(work) - 1), back(space=len(work) - 1)} == {-5}
+    assert {front(space=room - 1), back(space=room - 1)} == {-5}
     assert out.isnan().all()
     m = step.head_matrix.struct
     args = (1e-5, pointers[0], 64, 4, pointers[1], 32, pointers[2])

@@ -1,0 +1,107 @@
+"""All layers of a step in one call: the model's products and the pages that their attention writes and reads."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import Structure, c_int32, c_int64, c_void_p
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvlab.kernels.cpu.attend import Layers, View
+from kvlab.kernels.cpu.dense import Step, padded
+from kvlab.kernels.cpu.structs import CODES
+
+
+class kv_write(Structure):
+    _fields_ = [("format", c_void_p), ("rows", c_void_p), ("capacity", c_int64)]
+
+
+class kv_moved(Structure):
+    _fields_ = [
+        ("format", c_void_p), ("src", c_void_p), ("dst", c_void_p), ("k", c_void_p), ("v", c_void_p),
+        ("src_rows", c_int64), ("dst_rows", c_int64), ("count", c_int64),
+    ]  # fmt: skip
+
+
+class kv_read(Structure):
+    _fields_ = [("format", c_void_p), ("view", c_void_p), ("join", c_int64)]
+
+
+class kv_turn(Structure):
+    _fields_ = [
+        *((n, c_int32) for n in ["size", "layers", "T", "heads", "kv_heads", "dim"]),
+        *((n, c_int32) for n in ["writes", "moves", "reads", "threads"]),
+        *((n, c_void_p) for n in ["layer", "write", "move", "read", "x", "qkv", "attended", "lse", "cos", "sin"]),
+        *((n, c_int64) for n in ["x_row", "qkv_row", "pages_floats", "work_bytes"]),
+        ("pages_work", c_void_p), ("work", c_void_p),
+    ]  # fmt: skip
+
+
+@dataclass
+class Turn:
+    """What a step writes, encodes and reads, for all L layers of a model; filled in that order.
+
+    encoded: blocks (or writes of encoded tokens) that running it adds to a compressor's counter.
+    """
+
+    L: int
+    encoded: int = 0
+    writes: list[kv_write] = field(default_factory=list)
+    moves: list[kv_moved] = field(default_factory=list)
+    reads: list[kv_read] = field(default_factory=list)
+    floats: int = 0  # of scratch
+    kept: list = field(default_factory=list)  # whatever the pointers point to
+
+    def write(self, to: Layers, rows: Tensor) -> None:
+        """rows int64 [layers of the class, Hk * T]: token rows of the class's arrays."""
+        self.writes.append(kv_write(self._formats(to), self._by_layer(to, rows), to.tokens))
+
+    def move(self, to: Layers, k: Tensor, v: Tensor, src: Tensor, dst: Tensor) -> None:
+        """As Layers.seal: src, dst int64 [layers of the class, M]."""
+        at = self._by_layer(to, src), self._by_layer(to, dst)
+        rows = len(k), to.tokens // to.block
+        self.moves.append(kv_moved(self._formats(to), *at, k.data_ptr(), v.data_ptr(), *rows, src.shape[1]))
+
+    def read(self, source: Layers, view: View, join: bool) -> None:
+        self.floats = max(self.floats, source.admit(view))
+        self.kept.append(view)
+        self.reads.append(kv_read(self._formats(source), ctypes.addressof(view.struct), join))
+
+    def run(self, step: Step, x: Tensor, cos: Tensor, sin: Tensor, H: int, Hk: int) -> bool:
+        """x [T, width] through all layers, in place. False: a key or value cannot be written (it is not finite, or does
+        not fit); x and the slots written then mean nothing."""
+        part, T = step.parts[0], len(x)
+        qkv, attended, lse = torch.empty(T, padded(part.qkv.outputs)), torch.empty(T, H * part.dim), torch.empty(T, H)
+        scratch, work = torch.empty(self.floats), step.room(T)
+        lists = self.writes, self.moves, self.reads
+        s = kv_turn(ctypes.sizeof(kv_turn), self.L, T, H, Hk, part.dim, *map(len, lists))
+        s.threads, s.layer = torch.get_num_threads(), step.addresses.ctypes.data
+        for name, kind, items in zip(("write", "move", "read"), (kv_write, kv_moved, kv_read), lists):
+            self.kept.append((kind * len(items))(*items))
+            setattr(s, name, ctypes.addressof(self.kept[-1]))
+        for name, t in (
+            ("x", x), ("qkv", qkv), ("attended", attended), ("lse", lse), ("cos", cos), ("sin", sin),
+            ("pages_work", scratch), ("work", work),
+        ):  # fmt: skip
+            setattr(s, name, t.data_ptr())
+        s.x_row, s.qkv_row, s.pages_floats, s.work_bytes = x.stride(0), qkv.stride(0), scratch.numel(), len(work)
+        code = step.lib.kv_step(ctypes.addressof(s))
+        if code < 0:
+            raise ValueError(f"kv_step: refused, {CODES.get(code, code)}")
+        return code == 0
+
+    def _formats(self, layers: Layers) -> int:
+        return self._pointers(layers, np.array([ctypes.addressof(f) for f in layers.formats], np.int64))
+
+    def _by_layer(self, layers: Layers, rows: Tensor) -> int:
+        self.kept.append(rows := rows.contiguous())
+        return self._pointers(layers, rows.data_ptr() + np.arange(len(rows)) * rows.stride(0) * rows.element_size())
+
+    def _pointers(self, layers: Layers, pointers: np.ndarray) -> int:
+        out = np.zeros(self.L, np.int64)
+        out[layers.layers] = pointers
+        self.kept.append(out)
+        return out.ctypes.data
