@@ -108,7 +108,7 @@ class Worker:
         """A context filled with `context` tokens a sequence: by a prompt, or by a copy of a cache of the same kind."""
         self.contexts[id] = c = Context(self.models[weights], cache, flash, batch, context + room)
         c.threads(threads)
-        key = (cache, flash, context)
+        key = (cache, flash, context, batch)  # a cache for one sequence does not fit one for eight
         if key in self.states:
             c.restore(self.states[key], context)
         else:
