@@ -12,13 +12,14 @@ from statistics import median, quantiles
 
 import clocks
 import common
-from ours import Ours, setting
+from ours import Ours, named
 
 CODECS = {
     "fp8": ("fp8", {}), "int8": ("int8", {}), "int4": ("int4", {}), "int3": ("int4", {"bits": 3}),
     "int2": ("int4", {"bits": 2}), "kivi 4": ("kivi", {"bits_k": 4, "bits_v": 4}), "kivi 2": ("kivi", {}),
     "turboquant 4": ("turboquant", {}), "turboquant 3": ("turboquant", {"bits_k": 3, "bits_v": 3}),
-    "turboquant 2": ("turboquant", {"bits_k": 2, "bits_v": 2}),
+    "turboquant 2": ("turboquant", {"bits_k": 2, "bits_v": 2}), "int4 fast": ("int4", {}),
+    "turboquant 4 fast": ("turboquant", {}),
 }  # fmt: skip
 PEER = "full bf16"
 BUDGET, STEPS = 0.08, 2  # seconds of a turn, and steps at most
@@ -42,7 +43,7 @@ def case(args, ours: Ours, batch: int, context: int) -> None:
     gc.collect()  # the case before
     sides, facts = {}, {}
     for name, (method, options) in {PEER: ("full", {"dtype": "bfloat16"}), **CODECS}.items():
-        s = setting(method, args.weights, **options)
+        s = named(f"{method} fast" if name.endswith(" fast") else method, args.weights, options)
         try:
             lab = ours.lab(s, batch, context, room)
             facts[name] = ours.row(lab, s)

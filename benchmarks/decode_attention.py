@@ -32,6 +32,9 @@ CODECS = {
     "turboquant 2": ("turboquant", {"bits_k": 2, "bits_v": 2}),
     "turboquant 1": ("turboquant", {"bits_k": 1, "bits_v": 1}),
     "turboquant prod 4": ("turboquant", {"variant": "prod"}),
+    "int8 fast": ("int8", {}),
+    "int4 g64 fast": ("int4", {}),
+    "turboquant 4 fast": ("turboquant", {}),
 }
 FOOTPRINT = 192_000_000  # bytes of float32 cache, all layers: more than a last-level cache holds
 
@@ -65,7 +68,8 @@ def run(args, shape: str, context: int, block: int) -> None:
     for name, (method, options) in CODECS.items():
         if args.only and not any(word in name for word in args.only.split(",")):
             continue
-        sides[f"kvlab {name}"], size[f"kvlab {name}"] = _ours(method, options, q, k, v, layers, block)
+        fast = name.endswith(" fast")
+        sides[f"kvlab {name}"], size[f"kvlab {name}"] = _ours(method, options, q, k, v, layers, block, fast)
     figures = common.rounds({n: partial(_each, f, layers) for n, f in sides.items()}, args.rounds)
     best = {
         d: min((n for n in sides if d in n and "folded" in n), key=lambda n: min(figures[n])) for d in ("f32", "bf16")
@@ -120,7 +124,7 @@ def _peers(q, k, v, layers: int) -> dict:
     return out
 
 
-def _ours(method: str, options: dict, q, k, v, layers: int, block: int):
+def _ours(method: str, options: dict, q, k, v, layers: int, block: int, fast: bool):
     """A pool of shuffled pages that all hold the same codes, and attention over one layer of it."""
     import numpy as np
     import torch
@@ -146,7 +150,7 @@ def _ours(method: str, options: dict, q, k, v, layers: int, block: int):
     offset = np.arange(layers)[:, None] * Hk + np.arange(Hk)
     bound = Layers(
         lib.load("auto").library, codec.page_format(), flat, block, list(range(layers)), np.zeros((layers, Hk)), offset,
-        layers * Hk, count + 1, G, geom.scale,
+        layers * Hk, count + 1, G, geom.scale, fast,
     )  # fmt: skip
     view = View.of(table[None, None], [[[0]]], [[[n]]], [0], [1])
     out, lse = torch.zeros(1, H, D), torch.zeros(1, H)

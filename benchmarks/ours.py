@@ -26,6 +26,11 @@ def setting(method: str, weights: str = "model", runtime: dict | None = None, **
     return Setting(method, tuple(options.items()), weights, tuple((runtime or {}).items()))
 
 
+def named(name: str, weights: str, options: dict) -> Setting:
+    """A setting from a name that begins with its method; "... fast": with the kernels' fast arithmetic."""
+    return setting(name.split()[0], weights, {"arithmetic": "fast"} if name.endswith(" fast") else None, **options)
+
+
 class Ours:
     """One Lab per setting. Converted weights are shared between the settings that use the same kind."""
 
@@ -60,8 +65,8 @@ class Ours:
         """The facts of a row: what ran."""
         from kvlab.kernels import dispatch
 
-        cache = lab.compressor.label()
-        told = "".join(f", {k} {v}" for k, v in s.runtime)
+        cache = lab.compressor.label() + (" fast" if lab.cfg.arithmetic == "fast" else "")
+        told = "".join(f", {k} {v}" for k, v in s.runtime if k != "arithmetic")
         return {
             "side": f"kvlab {cache}, {_weights(lab, s)} weights{told}",
             "who": "kvlab",
@@ -70,6 +75,7 @@ class Ours:
             "weights": _weights(lab, s),
             "step": lab.runner.facts,
             "kernels": dispatch.chosen("cpu", lab.cfg.kernels)["attention"],
+            "arithmetic": lab.cfg.arithmetic,
             "block": lab.cfg.block,
             "cache_bytes": lab.ledger().total.physical,
         }

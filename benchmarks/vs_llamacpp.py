@@ -4,7 +4,7 @@ peer   llama_decode of one token per sequence (no sampler), swept over its weigh
        Q4_0} x flash attention x threads with a float16 cache, and with a q4_0 cache, which needs flash attention. Its
        best of each cache is what ratios are against
 ours   Engine.step (scheduler, pages, attention, greedy sampling) with int8 and bf16 weights: the full bf16 cache, int4
-       and turboquant
+       and turboquant, these with the fast arithmetic too (int8 weights)
 
 Two processes take turns (llamacpp.py; turns, rounds and figures: clocks.py). Weights differ (8, 16 and 4 bits), so
 these are ratios of systems, not of caches. llama.cpp's caches come from a real prompt, ours hold random keys and
@@ -21,10 +21,10 @@ from statistics import median
 import clocks
 import common
 from llamacpp import Absent, Worker
-from ours import Ours, setting
+from ours import Ours, named
 
 WEIGHTS = "int8,bf16"
-METHODS = {"full": {"dtype": "bfloat16"}, "int4": {}, "turboquant": {}}
+METHODS = {"full": {"dtype": "bfloat16"}, "int4": {}, "turboquant": {}, "int4 fast": {}, "turboquant fast": {}}
 BITS = {"f16": 16, "q4_0": 4.5}
 Q4_UP_TO = 2048
 
@@ -75,7 +75,9 @@ def decode(args, worker: Worker, files: dict, ours: Ours, batch: int, context: i
     for weights in args.weights.split(","):
         for method, options in METHODS.items():
             try:
-                s = setting(method, weights, **options)
+                if method.endswith(" fast") and weights != "int8":
+                    continue
+                s = named(method, weights, options)
                 lab = ours.lab(s, batch, context, room)
                 row = ours.row(lab, s)
             except Exception as error:

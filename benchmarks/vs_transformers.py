@@ -16,11 +16,14 @@ import gc
 
 import clocks
 import common
-from ours import Ours, Setting, setting
+from ours import Ours, Setting, named
 from peers import CACHES, Peers
 
 WEIGHTS = "model,bf16,int8"
-METHODS = {"full": {"dtype": "float32"}, "full bf16": {"dtype": "bfloat16"}, "int4": {}, "turboquant": {}, "kivi": {}}
+METHODS = {
+    "full": {"dtype": "float32"}, "full bf16": {"dtype": "bfloat16"}, "int4": {}, "turboquant": {}, "kivi": {},
+    "int4 fast": {}, "turboquant fast": {},
+}  # fmt: skip
 
 
 def main() -> None:
@@ -63,9 +66,9 @@ def case(args, loaded, peers: Peers, ours: Ours, batch: int, context: int) -> No
         add(f"transformers {name}", lambda name=name: peers.step(name, batch, context, room))
     for weights in args.weights.split(","):
         for name, options in METHODS.items():
-            if name == "full" and weights != "model":
+            if weights != {"full": "model"}.get(name, "int8" if name.endswith(" fast") else weights):
                 continue
-            s = setting(name.split()[0], weights, **options)
+            s = named(name, weights, options)
             add(f"kvlab {name} {weights}", lambda s=s: lab(s))
     threads = common.thread_counts()
     with clocks.Watch() as watch:

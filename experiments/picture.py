@@ -44,7 +44,7 @@ def _transformers(data: list[dict]) -> list[tuple]:
 
 
 def _ours(data: list[dict]) -> list[tuple]:
-    ours = [r for r in data if r["who"] == "kvlab" and r["cache"] != "full float32"]
+    ours = [r for r in data if r["who"] == "kvlab" and not r["cache"].endswith(("full float32", " fast"))]
     out = []
     for weights, dash in (("bf16", DASHED), ("int8", "-")):
         for method in ("full", "int4", "turboquant") if weights == "int8" else ("full", "turboquant"):

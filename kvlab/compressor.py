@@ -64,6 +64,7 @@ class Compressor:
         self.codec, self.pruner = codec, pruner
         self.counters = Counters()
         self.kernels: ctypes.CDLL | None = None  # the CPU kernels' library; None = the torch path
+        self.fast = False  # integer products of decoding rows, where the kernels have them
         self.packed: Packed | None = None  # attention on packed pages, None = the torch path
 
     @property
@@ -90,7 +91,7 @@ class Compressor:
         self.packed, fmt = None, self.codec.page_format()
         tail = exact(geom.dtype, geom.D)
         if self.kernels is not None and fmt is not None and tail is not None:
-            self.packed = Packed(self.kernels, self.label(), geom.G, geom.scale, fmt, tail)
+            self.packed = Packed(self.kernels, self.label(), geom.G, geom.scale, fmt, tail, self.fast)
         regions = self.codec.regions(geom, block)
         self.names = tuple(r.name for r in regions)  # what a tile of encoded slots is made of
         has_tail = self.codec.scope == "block" or self.codec.residual > 0

@@ -320,7 +320,10 @@ def _interval(outcome, full) -> dict[str, float | None]:
 def _kernels(config: Config) -> dict[str, str]:
     from kvlab.kernels import dispatch
 
-    return dispatch.chosen(config["model"]["device"], config["runtime"].get("kernels", "auto"))
+    runtime = config["runtime"]
+    return dispatch.chosen(
+        config["model"]["device"], runtime.get("kernels", "auto"), runtime.get("arithmetic", "exact")
+    )
 
 
 def _step(runtime: Config, loaded) -> dict[str, str]:

@@ -33,8 +33,10 @@ Bound = dict[Source, Layers]
 class Packed:
     """The kernels for one method: `body` and, where there is an exact tail, `tail` say what pages mean."""
 
-    def __init__(self, library: ctypes.CDLL, label: str, G: int, scale: float, body: Format, tail: Format) -> None:
-        self.library, self.label, self.G, self.scale = library, label, G, scale
+    def __init__(
+        self, library: ctypes.CDLL, label: str, G: int, scale: float, body: Format, tail: Format, fast: bool = False
+    ) -> None:
+        self.library, self.label, self.G, self.scale, self.fast = library, label, G, scale, fast
         self.formats: dict[Source, Format] = {"body": body, "tail": tail}
         self.refusal = ""  # why the kernels do not hold these pages, once they were asked
         self._bound: dict[ClassTables, Bound | None] = {}
@@ -57,7 +59,7 @@ class Packed:
         offset = t.layer_in * t.heads_of_group + t.head_in
         return Layers(
             self.library, self.formats[source], flat, t.block, t.layers, t.group_of, offset,
-            t.layers_of_group * t.heads_of_group, pool.n_blocks, self.G, self.scale,
+            t.layers_of_group * t.heads_of_group, pool.n_blocks, self.G, self.scale, self.fast,
         )  # fmt: skip
 
     # -- writing: False = it is up to the reference, which also says what is wrong with a bad number ---------------

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from kvlab.errors import ConfigError
 from kvlab.kernels.cpu.isa import CHOICES
 
+ARITHMETIC = ("exact", "fast")
 STEPS = ("auto", "lean", "hf")
 
 
@@ -14,9 +15,10 @@ STEPS = ("auto", "lean", "hf")
 class EngineCfg:
     """block: tokens a block. chunk: prompt tokens of one sequence per step. prefill_reads: what prompt queries see of
     earlier tokens, "encoded" (the same as decoding sees) or "exact" within their own chunk. kernels: the variant of the
-    CPU kernels, or "off" for the torch path. step: who runs the model, kvlab's lean step for llama-like models or
-    transformers ("auto": lean where it covers the model). weights: what the lean step's matrices are made of, as loaded
-    or converted (models/weights.py names the kinds). See CacheSize for the rest."""
+    CPU kernels, or "off" for the torch path. arithmetic: of decoding rows over codes, "exact" (float32) or "fast"
+    (int16 products, exact sums; kernels/cpu/fast.h). step: who runs the model, kvlab's lean step for llama-like models
+    or transformers ("auto": lean where it covers the model). weights: what the lean step's matrices are made of, as
+    loaded or converted (models/weights.py names the kinds). See CacheSize for the rest."""
 
     block: int = 32
     max_seqs: int = 8
@@ -28,6 +30,7 @@ class EngineCfg:
     prefill_reads: str = "encoded"
     min_rows: int = 4  # pad a step (lean: a product that needs it) to this many rows, so that bits ignore the batch
     kernels: str = "auto"
+    arithmetic: str = "exact"
     step: str = "auto"
     weights: str = "model"
     check: bool = False  # check the cache's invariants after every step
@@ -37,6 +40,13 @@ class EngineCfg:
             raise ConfigError(f"runtime.prefill_reads={self.prefill_reads!r} is not one of encoded, exact")
         if self.kernels not in CHOICES:
             raise ConfigError(f"runtime.kernels={self.kernels!r} is not one of {', '.join(CHOICES)}")
+        if self.arithmetic not in ARITHMETIC:
+            raise ConfigError(f"runtime.arithmetic={self.arithmetic!r} is not one of {', '.join(ARITHMETIC)}")
+        if self.arithmetic == "fast" and self.kernels == "off":
+            raise ConfigError(
+                "runtime.arithmetic=fast is the CPU kernels': with runtime.kernels=off nothing would be fast. Use "
+                "runtime.kernels=auto, or runtime.arithmetic=exact."
+            )
         if self.step not in STEPS:
             raise ConfigError(f"runtime.step={self.step!r} is not one of {', '.join(STEPS)}")
         if self.step == "hf" and self.weights != "model":

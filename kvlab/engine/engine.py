@@ -33,6 +33,7 @@ class Engine:
         self.forward, self.compressor, self.cfg = forward, compressor, cfg
         self.device = torch.device(device)
         compressor.kernels = dispatch.library(device, cfg.kernels)
+        compressor.fast = cfg.arithmetic == "fast"
         plan = compressor.plan(geom, cfg.block)
         size = CacheSize(cfg.max_seqs, cfg.max_len, cfg.max_batch_tokens, cfg.pool_bytes, cfg.tile)
         self.cache = PagedCache(plan, size, device)

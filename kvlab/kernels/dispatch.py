@@ -19,7 +19,8 @@ def library(device: str, kernels: str) -> ctypes.CDLL | None:
     return lib.load(kernels).library if str(device).startswith("cpu") else None
 
 
-def chosen(device: str, kernels: str) -> dict[str, str]:
-    """{op: implementation}"""
+def chosen(device: str, kernels: str, arithmetic: str = "exact") -> dict[str, str]:
+    """{op: implementation}, and the arithmetic of decoding rows."""
     variant = lib.load(kernels).variant if str(device).startswith("cpu") else "torch"
-    return {op: variant if op in COMPILED and variant != "torch" else "torch" for op in OPS}
+    ran = {op: variant if op in COMPILED and variant != "torch" else "torch" for op in OPS}
+    return ran | {"arithmetic": "exact" if variant == "torch" else arithmetic}

@@ -25,11 +25,13 @@ def caption(result: Mapping) -> str:
 
     chunks = seen("chunk", [r for r in rows if str(r.get("metric", "")).startswith(("ppl", "nll", "kl", "delta"))])
     reference = config.get("reference_dtype") or (config.get("runtime") or {}).get("reference_dtype") or "float16"
-    weights = (result.get("kernels") or {}).get("weights")
+    kernels = result.get("kernels") or {}
+    weights, arithmetic = kernels.get("weights"), kernels.get("arithmetic")
     parts = {
         "model": model.get("id"),
         "dtype": model.get("dtype"),
         "weights": weights if weights != "model" else None,
+        "arithmetic": arithmetic if arithmetic != "exact" else None,
         "ref": reference,
         "task": seen("task"),
         "protocol": result.get("protocol") or seen("protocol"),

@@ -12,6 +12,7 @@ struct kv_format {       // of one layer; made once
   int32_t block, keys;   // tokens a block; sides of K (2 = codes and a sketch beside them)
   float scale;           // multiplies q.k
   int32_t dim;           // channels of a query and of an output, D
+  int32_t fast;          // decoding rows multiply integers of up to 15 bits where pages hold codes (fast.h)
   const float *turn, *back;  // the codec's basis, null = the model's: q' = q turn, [1 | Hk, D, width of the keys]; out = o
   const float* turn_v;           // back, [1 | Hk, width of the values, D]; turn_v its transpose, for writing
   int64_t turn_head, back_head;  // floats from one head's to the next's, 0 = shared
@@ -34,6 +35,12 @@ namespace {
 constexpr int SPLIT = 256, TILE = 64, ROWS = 96, MAX_R = 4, AHEAD = 64;
 constexpr float LOG2E = 1.44269504088896341f, LN2 = 0.693147180559945309f;
 
+constexpr float QUERY_TOP = 16383.f;
+static int word_top(int products) {  // the largest word of which so many, times a query's or a weight's, fit int32
+  const int64_t most = (((int64_t)1 << 31) - 1) / ((int64_t)QUERY_TOP * products);
+  return most < 16383 ? (int)most : 16383;
+}
+
 struct Lanes {  // of a side whose scales are finer than one per token
   bool runs;  // every slot is sixteen channels in a row
   int32_t group[MAX_SLOTS * 16];
@@ -52,8 +59,8 @@ static void open_lanes(const kv_side& s, Lanes& to) {
   }
 }
 static void open_sides(const kv_format& f, Sides& s) {
-  for (int i = 0; i < f.keys; i++) s.k[i] = decoder(f.k[i], s.store[i]), open_lanes(f.k[i], s.of[i]);
-  s.v = decoder(f.v, s.store[2]);
+  for (int i = 0; i < f.keys; i++) s.k[i] = decoder(f.k[i], s.store[i], f.fast ? word_top(2 * f.k[i].slots) : 0), open_lanes(f.k[i], s.of[i]);
+  s.v = decoder(f.v, s.store[2], f.fast ? word_top(16) : 0);
   open_lanes(f.v, s.of[2]);
 }
 static int lanes(const kv_side& s) { return s.slots * 16; }
@@ -167,6 +174,13 @@ KV_INLINE void token_scales(const kv_side& s, int64_t at, X& scale, X& shift) {
   shift = s.zero ? fma(scale, set1(s.mid), meta_load(s.zero, s.meta, at)) : set1(0.f);
 }
 
+// A query with a NaN or an infinity has no result: comparisons would lose it, and the row would look like an empty one.
+static bool finite(const float* x, int n) {
+  X sum = set1(0.f);
+  for (int i = 0; i < n; i += 16) sum = fma(load(x + i), set1(0.f), sum);
+  return hsum(sum) == 0.f;
+}
+
 static void slot_order(const kv_side& s, const float* q, float by, float* out) {
   for (int c = 0; c < lanes(s); c++) out[c] = s.channel[c] < 0 ? 0.f : q[s.channel[c]] * by;
 }
@@ -217,6 +231,8 @@ template <int R> static void mix16(const float* p, int ldp, const float* x, int 
 }
 #define KV_ROWS(R, CALL) switch (R) { case 1: CALL(1); break; case 2: CALL(2); break; case 3: CALL(3); break; default: CALL(4); }
 
+#include "fast.h"
+
 // Pages are scattered: the hardware stops at each one's end, so the next ones are asked for by hand, scales too.
 KV_INLINE void prefetch(const uint8_t* p, int64_t bytes) {
   for (int64_t b = 0; b < bytes; b += 64) KV_PREFETCH(p + b);
@@ -251,12 +267,15 @@ static void split_rows(const kv_format& f, const Sides& d, const Where& w, int R
       for (int c = 0; c < lanes(k); c++) z[r] += q[r * ldq + at + c];
     }
     const bool per_channel = k.axis == KV_BLOCK;  // a group's scales multiply the queries instead of its sixteen tokens
+    const bool words = d.k[i]->step != 0.f && (per_channel || folds(k) || k.axis == KV_NONE);
+    Query16 asked;
+    if (words && !per_channel) asked.take(q + at, ldq, R, k.slots);
     alignas(64) float scaled[MAX_R][MAX_SLOTS * 16], sc_lane[MAX_SLOTS * 16], sh_lane[MAX_SLOTS * 16];
     for (int t = 0; t < n; t += 16) {
       const int64_t at_token = token[t / 16];
       if (t + AHEAD < n) prefetch_rows(k, token[(t + AHEAD) / 16]);
       if (!i) prefetch_rows(f.v, at_token);
-      const float* x = read_rows(k, d.k[i], d.of[i], w, at_token, 16, buf, !per_channel);
+      const float* x = words ? nullptr : read_rows(k, d.k[i], d.of[i], w, at_token, 16, buf, !per_channel);
       const float* y = q + at;
       int ldy = ldq;
       if (per_channel) {
@@ -271,11 +290,16 @@ static void split_rows(const kv_format& f, const Sides& d, const Where& w, int R
           z[r] = hsum(sum);
         }
         y = scaled[0], ldy = MAX_SLOTS * 16;
+        if (words) asked.take(y, ldy, R, k.slots);
       }
       alignas(64) float dots[MAX_R][16];
+      if (words) {
+        asked.dot(*d.k[i], k, at_token, R, dots[0]);
+      } else {
 #define KV_CALL(N) dot16<N>(y, ldy, x, lanes(k), dots[0], 16)
-      KV_ROWS(R, KV_CALL)
+        KV_ROWS(R, KV_CALL)
 #undef KV_CALL
+      }
       X sc = set1(1.f), sh = set1(0.f);
       if (folds(k)) token_scales(k, at_token, sc, sh);
       for (int r = 0; r < R; r++) {
@@ -289,6 +313,8 @@ static void split_rows(const kv_format& f, const Sides& d, const Where& w, int R
   }
   const int end = (n + 15) & ~15, skip = a - first;
   alignas(64) float v_scale[SPLIT], v_shift[SPLIT];
+  const bool v_words = d.v->step != 0.f && (folds(f.v) || f.v.axis == KV_NONE);
+  Weights16 weights;
   for (int t = 0; folds(f.v) && t < end; t += 16) {
     X sc, sh;
     token_scales(f.v, token[t / 16], sc, sh);
@@ -297,6 +323,13 @@ static void split_rows(const kv_format& f, const Sides& d, const Where& w, int R
     store(v_scale + t, sc), store(v_shift + t, sh);
   }
   for (int r = 0; r < R; r++) {
+    if (!finite(q + r * ldq, ldq)) {
+      lse2[r] = NAN;
+      for (int c = 0; c < wv; c++) out[r * wv + c] = NAN;
+      std::memset(s[r], 0, sizeof(float) * end);
+      if (v_words) weights.take(*d.v, r, s[r], end);
+      continue;
+    }
     X top = set1(NEG_INF);
     for (int t = 0; t < end; t += 16) {
       if (t < skip || t + 16 > n) store(&s[r][t], between(load(&s[r][t]), skip - t, n - t, NEG_INF));
@@ -307,6 +340,7 @@ static void split_rows(const kv_format& f, const Sides& d, const Where& w, int R
       lse2[r] = NEG_INF;
       std::memset(s[r], 0, sizeof(float) * end);
       std::memset(out + r * wv, 0, sizeof(float) * wv);
+      if (v_words) weights.take(*d.v, r, s[r], end);
       continue;
     }
     X sum = set1(0.f);
@@ -325,9 +359,11 @@ static void split_rows(const kv_format& f, const Sides& d, const Where& w, int R
       if (folds(f.v)) shift = fma(p, load(v_shift + t), shift), p = mul(p, load(v_scale + t));
       store(&s[r][t], p);
     }
-    const float z0 = hsum(shift);
+    const float z0 = hsum(shift) + (v_words ? weights.take(*d.v, r, s[r], end) : 0.f);
     for (int c = 0; c < wv; c++) out[r * wv + c] = z0;
   }
+  for (int t = 0; v_words && t < end; t += 16) weights.mix(*d.v, f.v, token[t / 16], t, R, out, wv);
+  if (v_words) return;
   for (int t = 0; t < end; t += 16) {
     const int from = t < skip ? skip - t : 0, to = n - t < 16 ? n - t : 16;
     const float* x = read_rows(f.v, d.v, d.of[2], w, token[t / 16] + from, to - from, buf);
@@ -430,7 +466,7 @@ static void join_splits(const kv_format& f, const kv_view& s, const Output& io, 
     float top = NEG_INF, sum = 0.f;
     for (int i = 0; i < splits; i++) top = f_max(top, parts[i * step + f.group * wv + g]);
     for (int c = 0; c < wv; c++) o[c] = 0.f;
-    for (int i = 0; i < splits && top > NEG_INF; i++) {
+    for (int i = 0; i < splits && top != NEG_INF; i++) {
       const float* p = parts + i * step;
       if (p[f.group * wv + g] == NEG_INF) continue;
       const float e = std::exp2(p[f.group * wv + g] - top);

@@ -42,12 +42,14 @@ class Layers:
 
     arrays      {region: flat tensor, last axis = one token's row}: live storages, which must not move
     group_of    int [layers, Hk]  table that a head reads     offset  int64 [layers, Hk]  row of each in a block
+    fast        decoding rows multiply integers where pages hold codes (fast.h), not float32
     stride      rows of a block   capacity  blocks of the pool   layers  the model's number of each, for Format.turn
     """
 
     def __init__(
         self, lib: ctypes.CDLL, fmt: Format, arrays: dict[str, Tensor], block: int, layers: list[int],
         group_of: np.ndarray, offset: np.ndarray, stride: int, capacity: int, G: int, scale: float,
+        fast: bool = False,
     ) -> None:  # fmt: skip
         self.lib, self.block, self.capacity = prototypes(lib), block, capacity
         self.bound = Bound(lib, fmt, arrays, block)
@@ -61,12 +63,12 @@ class Layers:
         self.tokens = capacity * stride * block
         self.group_of = np.ascontiguousarray(group_of, np.int32)
         self.offset = np.ascontiguousarray(offset, np.int64)
-        self.formats = [self._format(i, stride, scale) for i in range(len(group_of))]
+        self.formats = [self._format(i, stride, scale, fast) for i in range(len(group_of))]
         self._work = torch.empty(0)
         self._checked: kv_view | None = None
 
-    def _format(self, i: int, stride: int, scale: float) -> kv_format:
-        out = kv_format(_FORMAT, self.Hk, self.G, self.block, len(self.bound.k), scale, self.dim)
+    def _format(self, i: int, stride: int, scale: float, fast: bool) -> kv_format:
+        out = kv_format(_FORMAT, self.Hk, self.G, self.block, len(self.bound.k), scale, self.dim, fast)
         for name in ("turn", "back", "turn_v"):
             if (m := getattr(self, name)) is not None:
                 setattr(out, name, m[self.layers[i]].data_ptr())

@@ -107,6 +107,11 @@ static void chunk_item(const kv_format& f, const kv_view& s, const Sides& d, con
     gemm(M, S, TILE, V, wv, wv, TILE, O, wv, true);
   }
   for (int i = 0; i < M; i++) {
+    if (!finite(Q + i * wk, wk) && lo[(r0 + i) / G] < hi[(r0 + i) / G]) {
+      for (int c = 0; c < wv; c++) O[i * wv + c] = NAN;
+      finish(io, f, O + i * wv, NAN, h * G + (r0 + i) % G, s.first[n] + (r0 + i) / G);
+      continue;
+    }
     for (int c = 0; c < wv && l[i] > 0; c += 16) store(O + i * wv + c, mul(load(O + i * wv + c), set1(1.f / l[i])));
     finish(io, f, O + i * wv, l[i] > 0 ? m[i] + std::log2(l[i]) : NEG_INF, h * G + (r0 + i) % G, s.first[n] + (r0 + i) / G);
   }

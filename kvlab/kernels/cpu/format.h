@@ -7,7 +7,7 @@
 #pragma once
 #include <new>
 
-#include "simd.h"
+#include "words.h"
 
 enum kv_kind : int32_t { KV_F32, KV_BF16, KV_F16, KV_E4M3, KV_E5M2, KV_I8, KV_UNIFORM, KV_TABLE };
 enum kv_axis : int32_t { KV_NONE, KV_TOKEN, KV_BLOCK };
@@ -108,8 +108,10 @@ template <int BITS, int I> KV_INLINE Bytes code_run(Bytes wide, const Bytes* res
   return c;
 }
 
-struct Decoder {  // n tokens in a row: their stored numbers as floats, [n, slots * 16], without scales
+struct Decoder {  // n tokens in a row: their stored numbers, [n, slots * 16], without scales
   virtual void rows(const kv_side& s, const uint8_t* row, int n, float* out) const = 0;
+  float step = 0.f, low = 0.f;  // number = step * word + low; step 0: there are no words
+  virtual void words(const kv_side&, const uint8_t*, int, int16_t*) const {}
 };
 
 template <int BITS, bool UNIFORM> struct Codes final : Decoder {
@@ -118,9 +120,43 @@ template <int BITS, bool UNIFORM> struct Codes final : Decoder {
   const float* table;
   float mid;
   Narrow narrow;
-  explicit Codes(const kv_side& s) : table(s.table), mid(s.mid) {
+  Bytes word_lo{}, word_hi{};  // of a table, as words
+  Codes(const kv_side& s, int top) : table(s.table), mid(s.mid) {
+    if (top && s.kind == KV_UNIFORM) step = 1.f, low = -mid;
+    else if (top && BITS <= 4) table_words(s.table, (float)top);
     if (!UNIFORM && BITS <= 5) lo = table16(s.table, BITS < 4 ? 1 << BITS : 16), hi = table16(s.table + (BITS == 5 ? 16 : 0), BITS < 4 ? 1 << BITS : 16);
     if (P::REST) narrow_of<BITS>(s, narrow);
+  }
+  void table_words(const float* t, float top) {
+    const int n = 1 << BITS;
+    float most = t[0];
+    low = t[0];
+    for (int i = 1; i < n; i++) low = t[i] < low ? t[i] : low, most = t[i] > most ? t[i] : most;
+    step = most > low ? (most - low) / top : 1.f;
+    uint8_t b[2][16];
+    for (int i = 0; i < 16; i++) {
+      const int w = (int)std::lround((t[i & (n - 1)] - low) / step);
+      b[0][i] = (uint8_t)w, b[1][i] = (uint8_t)(w >> 8);
+    }
+    word_lo = load_bytes(b[0]), word_hi = load_bytes(b[1]);
+  }
+  template <bool TABLE, int I> KV_INLINE void word_runs(const Codes& c, Bytes wide, const Bytes* rest, int u, int16_t* out) {
+    if constexpr (I < P::PER) {
+      const Bytes code = code_run<BITS, I>(wide, rest, c.narrow, u);
+      if (TABLE) store_looked(out + I * 16, c.word_lo, c.word_hi, code);
+      else store_codes(out + I * 16, code);
+      word_runs<TABLE, I + 1>(c, wide, rest, u, out);
+    }
+  }
+  template <bool TABLE> void all_words(const kv_side& s, const uint8_t* row, int n, int16_t* out) const {
+    units(*this, s, row, n, [&](Bytes wide, const Bytes* rest, int u) {
+      word_runs<TABLE, 0>(*this, wide, rest, u, out);
+      out += 16 * P::PER;
+    });
+  }
+  void words(const kv_side& s, const uint8_t* row, int n, int16_t* out) const override {
+    if (s.kind == KV_TABLE) all_words<true>(s, row, n, out);
+    else all_words<false>(s, row, n, out);
   }
   // Tables are passed by value: they stay in registers while floats are stored.
   template <bool LOW> KV_INLINE void values(const float* table, float mid, const Table16& lo, const Table16& hi, Bytes a, Bytes b, X* out) {
@@ -137,26 +173,32 @@ template <int BITS, bool UNIFORM> struct Codes final : Decoder {
       runs<LOW, I + 2>(c, lo, hi, wide, rest, u, out);
     }
   }
-  template <bool LOW> void all(const kv_side& s, const uint8_t* row, int n, float* out) const {
-    const Table16 low = lo, high = hi;
+  template <class F> KV_INLINE void units(const Codes& c, const kv_side& s, const uint8_t* row, int n, F each) {
     const int bytes = s.pack * P::W / 8, groups = s.width / s.pack, stride = s.pack / 8 * BITS;
     const int spans = P::REST ? groups : 1, span = P::REST ? bytes : bytes * groups;
     for (int t = 0; t < n; t++, row += s.row_bytes)
       for (int g = 0; g < spans; g++) {
         const uint8_t* from = row + g * stride;
-        for (int u = 0, b = 0; b < span; b += 16, u++, out += 16 * P::PER) {
+        for (int u = 0, b = 0; b < span; b += 16, u++) {
           Bytes wide = span - b >= 16 ? load_bytes(from + b) : load_bytes(from + b, span - b), rest[2];
-          if constexpr (P::REST > 0) rest[0] = narrow_bytes(from, narrow, u, 0);
-          if constexpr (P::REST == 3) rest[1] = narrow_bytes(from, narrow, u, 1);
-          if constexpr (P::PER == 1) {
-            X x[2];
-            values<LOW>(table, mid, low, high, wide, wide, x);
-            store(out, x[0]);
-          } else {
-            runs<LOW, 0>(*this, low, high, wide, rest, u, out);
-          }
+          if constexpr (P::REST > 0) rest[0] = narrow_bytes(from, c.narrow, u, 0);
+          if constexpr (P::REST == 3) rest[1] = narrow_bytes(from, c.narrow, u, 1);
+          each(wide, rest, u);
         }
       }
+  }
+  template <bool LOW> void all(const kv_side& s, const uint8_t* row, int n, float* out) const {
+    const Table16 low = lo, high = hi;
+    units(*this, s, row, n, [&](Bytes wide, const Bytes* rest, int u) {
+      if constexpr (P::PER == 1) {
+        X x[2];
+        values<LOW>(table, mid, low, high, wide, wide, x);
+        store(out, x[0]);
+      } else {
+        runs<LOW, 0>(*this, low, high, wide, rest, u, out);
+      }
+      out += 16 * P::PER;
+    });
   }
   void rows(const kv_side& s, const uint8_t* row, int n, float* out) const override {
     if (BITS > 4 || lo.low) all<true>(s, row, n, out);
@@ -165,6 +207,11 @@ template <int BITS, bool UNIFORM> struct Codes final : Decoder {
 };
 
 template <int KIND> struct Plain final : Decoder {
+  explicit Plain(int top) { step = top && KIND == KV_I8 ? 1.f : 0.f; }
+  void words(const kv_side& s, const uint8_t* row, int n, int16_t* out) const override {
+    for (int t = 0; t < n; t++, row += s.row_bytes)
+      for (int c = 0; c < s.width; c += 16, out += 16) store_int8(out, load_bytes(row + c));
+  }
   void rows(const kv_side& s, const uint8_t* row, int n, float* out) const override {
     for (int t = 0; t < n; t++, row += s.row_bytes)
       for (int c = 0; c < s.width; c += 16, out += 16) {
@@ -183,25 +230,26 @@ template <int KIND> struct Plain final : Decoder {
 // Built once a call; the one place where a format becomes a type. `storage` must outlive it.
 struct Storage { alignas(64) char bytes[sizeof(Codes<7, false>)]; };
 
-static const Decoder* decoder(const kv_side& s, Storage& at) {
+// top: of words made from a table, 0 = no words.
+static const Decoder* decoder(const kv_side& s, Storage& at, int top) {
   void* p = at.bytes;
   switch (s.kind) {
-    case KV_F32: return new (p) Plain<KV_F32>();
-    case KV_BF16: return new (p) Plain<KV_BF16>();
-    case KV_F16: return new (p) Plain<KV_F16>();
-    case KV_E4M3: return new (p) Plain<KV_E4M3>();
-    case KV_E5M2: return new (p) Plain<KV_E5M2>();
-    case KV_I8: return new (p) Plain<KV_I8>();
+    case KV_F32: return new (p) Plain<KV_F32>(top);
+    case KV_BF16: return new (p) Plain<KV_BF16>(top);
+    case KV_F16: return new (p) Plain<KV_F16>(top);
+    case KV_E4M3: return new (p) Plain<KV_E4M3>(top);
+    case KV_E5M2: return new (p) Plain<KV_E5M2>(top);
+    case KV_I8: return new (p) Plain<KV_I8>(top);
   }
   switch (s.bits) {
-    case 1: return new (p) Codes<1, false>(s);
-    case 2: return new (p) Codes<2, false>(s);
-    case 3: return new (p) Codes<3, false>(s);
-    case 4: return new (p) Codes<4, false>(s);
-    case 5: return new (p) Codes<5, false>(s);
-    case 6: return s.kind == KV_TABLE ? (Decoder*)new (p) Codes<6, false>(s) : new (p) Codes<6, true>(s);
-    case 7: return s.kind == KV_TABLE ? (Decoder*)new (p) Codes<7, false>(s) : new (p) Codes<7, true>(s);
-    default: return s.kind == KV_TABLE ? (Decoder*)new (p) Codes<8, false>(s) : new (p) Codes<8, true>(s);
+    case 1: return new (p) Codes<1, false>(s, top);
+    case 2: return new (p) Codes<2, false>(s, top);
+    case 3: return new (p) Codes<3, false>(s, top);
+    case 4: return new (p) Codes<4, false>(s, top);
+    case 5: return new (p) Codes<5, false>(s, top);
+    case 6: return s.kind == KV_TABLE ? (Decoder*)new (p) Codes<6, false>(s, top) : new (p) Codes<6, true>(s, top);
+    case 7: return s.kind == KV_TABLE ? (Decoder*)new (p) Codes<7, false>(s, top) : new (p) Codes<7, true>(s, top);
+    default: return s.kind == KV_TABLE ? (Decoder*)new (p) Codes<8, false>(s, top) : new (p) Codes<8, true>(s, top);
   }
 }
 

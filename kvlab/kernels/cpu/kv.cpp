@@ -6,7 +6,7 @@
 #ifndef KV_SOURCE_HASH
 #define KV_SOURCE_HASH ""
 #endif
-KV_API int32_t kv_abi() { return 2; }
+KV_API int32_t kv_abi() { return 3; }
 KV_API const char* kv_source_hash() { return KV_SOURCE_HASH; }
 KV_API const char* kv_isa() {
 #if KV_AVX512

@@ -52,6 +52,16 @@ KV_INLINE float bf16_to_float(uint16_t h) {
   return f;
 }
 
+#if KV_AVX512 || KV_AVX2
+KV_INLINE __m256 eight_sums(const __m256* s) {  // of the lanes of each; a blend does not wait for a shuffle port as hadd does
+  __m256 u[4], v[2];
+  for (int i = 0; i < 4; i++)
+    u[i] = _mm256_add_ps(_mm256_blend_ps(s[2 * i], s[2 * i + 1], 0xCC), _mm256_shuffle_ps(s[2 * i], s[2 * i + 1], 0x4E));
+  for (int i = 0; i < 2; i++) v[i] = _mm256_add_ps(_mm256_shuffle_ps(u[2 * i], u[2 * i + 1], 0x88), _mm256_shuffle_ps(u[2 * i], u[2 * i + 1], 0xDD));
+  return _mm256_add_ps(_mm256_blend_ps(v[0], v[1], 0xF0), _mm256_permute2f128_ps(v[0], v[1], 0x21));
+}
+#endif
+
 #if KV_AVX512
 struct X { __m512 a; };
 struct Bytes { __m128i a; };  // sixteen bytes
@@ -218,13 +228,7 @@ using Y = __m256;  // what the machine holds in one register
 KV_INLINE Y y_zero() { return _mm256_setzero_ps(); }
 KV_INLINE Y y_load(const float* p) { return _mm256_loadu_ps(p); }
 KV_INLINE Y y_fma(Y x, Y y, Y z) { return _mm256_fmadd_ps(x, y, z); }
-KV_INLINE void reduce16(const Y* s, float* out) {
-  for (int i = 0; i < 16; i += 8, s += 8) {
-    __m256 p = _mm256_hadd_ps(_mm256_hadd_ps(s[0], s[1]), _mm256_hadd_ps(s[2], s[3]));
-    __m256 q = _mm256_hadd_ps(_mm256_hadd_ps(s[4], s[5]), _mm256_hadd_ps(s[6], s[7]));
-    _mm256_storeu_ps(out + i, _mm256_add_ps(_mm256_permute2f128_ps(p, q, 0x20), _mm256_permute2f128_ps(p, q, 0x31)));
-  }
-}
+KV_INLINE void reduce16(const Y* s, float* out) { _mm256_storeu_ps(out, eight_sums(s)), _mm256_storeu_ps(out + 8, eight_sums(s + 8)); }
 #else
 struct X { float v[16]; };
 struct Bytes { uint8_t v[16]; };

@@ -32,7 +32,8 @@ class kv_side(Structure):
 class kv_format(Structure):
     _fields_ = [
         ("size", c_int32), ("heads", c_int32), ("group", c_int32), ("block", c_int32), ("keys", c_int32),
-        ("scale", c_float), ("dim", c_int32), ("turn", c_void_p), ("back", c_void_p), ("turn_v", c_void_p),
+        ("scale", c_float), ("dim", c_int32), ("fast", c_int32),
+        ("turn", c_void_p), ("back", c_void_p), ("turn_v", c_void_p),
         ("turn_head", c_int64), ("back_head", c_int64), ("group_of", c_void_p), ("offset", c_void_p),
         ("stride", c_int64), ("valid", c_void_p),
         ("k", kv_side * 2), ("v", kv_side),

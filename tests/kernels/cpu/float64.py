@@ -69,8 +69,21 @@ def tolerance(cache: Cache, q: Tensor, layer: int = 0) -> float:
     """ATOL, scaled to how large these queries, keys and values are. A codec with a basis of its own multiplies by
     matrices twice more: three sums of D products instead of one."""
     size = [max(1.0, x.square().mean().sqrt().item()) for x in (q, cache.k[layer], cache.v[layer]) if x.numel()]
+    if cache.fast:
+        return fast_tolerance(cache, q, layer)
     turned = cache.codec.page_format().turn is not None
     return ATOL * math.prod(size) * max(1.0, cache.geom.D / 128) ** 0.5 * (3**0.5 if turned else 1.0)
+
+
+def fast_tolerance(cache: Cache, q: Tensor, layer: int = 0) -> float:
+    """Five standard deviations of a logit's error, which is also what an output is off by in units of a value: a query
+    is rounded to max|q| / 16383, a table's entry to its range / top (5.5 for unit normals), a weight to that of its
+    split's largest, each by 1 / sqrt(12) of a step. A logit is a sum of D products over sqrt(D)."""
+    top = min(16383, (2**31 - 1) // (16383 * cache.geom.D // 8), 8191)
+    rms = [max(1.0, x.square().mean().sqrt().item()) for x in (q, cache.k[layer], cache.v[layer]) if x.numel()]
+    largest = q.abs().max().item() if q.numel() else 0.0
+    steps = largest / 16383 * math.prod(rms[1:]), 5.5 / top * math.prod(rms), 5.5 / top * rms[-1], 8 / 16383 * rms[-1]
+    return 5 * sum(s**2 for s in steps) ** 0.5 / 12**0.5
 
 
 def assert_exact(cache: Cache, rows: Rows, q: Tensor, got: tuple[Tensor, Tensor], layer: int = 0, atol=None) -> None:

@@ -58,8 +58,9 @@ def case(seed: int, library) -> str:
     lengths = [r.choice((1, 15, 16, 17, 63, 64, 65, 255, 256, 257, r.randint(1, 400))) for _ in range(N)]
     geom, ragged = Geom(1, Hk * G, Hk, D), r.random() < 0.3
     cache = pages.build(method, geom, block, lengths, seed, ragged, **opts)
+    fast = r.random() < 0.4
     try:
-        layers = cache.layers(library)
+        layers = cache.layers(library, fast=fast)
     except Refused as why:
         return f"refused: {str(why)[:20]}"
     count = [min(n, r.choice((0, 1, 1, 2, 3, r.randint(2, 60)))) for n in lengths]
@@ -95,7 +96,7 @@ def holes(r: random.Random, cache: Cache, library, rows: Rows, q: torch.Tensor) 
         if a.regions[name].scope == "token":
             t[at] = float("nan") if t.is_floating_point() else 255 if t.dtype == torch.uint8 else -1
     fmt = replace(cache.codec.page_format(), valid="valid")
-    layers = cache.layers(library, fmt=fmt, arrays={**cache.flat, "valid": valid.view(-1, 1)})
+    layers = cache.layers(library, fast=cache.fast, fmt=fmt, arrays={**cache.flat, "valid": valid.view(-1, 1)})
     cache.holes = hole
     got = pages.attend(cache, layers, rows, q)
     pages.assert_exact(cache, rows, q, got)

@@ -52,6 +52,7 @@ class Cache:
     k: Tensor
     v: Tensor
     holes: Tensor | None = None  # bool [N, slots]: slots that nobody sees, of all heads
+    fast: bool = False  # what the newest `layers` compute with, and so how close they are
 
     @property
     def flat(self) -> dict[str, Tensor]:
@@ -65,6 +66,7 @@ class Cache:
             "group_of": self.group_of, "offset": offset, "stride": a.layers * a.heads, "capacity": a.n_blocks,
             "G": self.geom.G, "scale": self.geom.scale,
         } | changes  # fmt: skip
+        self.fast = args.get("fast", False)
         return Layers(library, **args)
 
     @property

@@ -15,6 +15,8 @@ FORMATS = {  # a kind of number, scale and plane each
     "full": {"dtype": "float32"}, "full bfloat16": {"dtype": "bfloat16"}, "fp8": {}, "int8": {"group": 16},
     "int4": {"bits": 3}, "int4 groups": {"group": 16}, "kivi": {"bits_k": 2, "bits_v": 7},
     "turboquant": {"bits_k": 5}, "turboquant prod": {"variant": "prod", "share": "head"},
+    "int4 fast": {"bits": 4}, "int8 fast": {}, "kivi fast": {"bits_v": 3}, "turboquant fast": {},
+    "turboquant prod fast": {"variant": "prod", "bits_v": 2},
 }  # fmt: skip
 LENGTHS = [600, 70, 257]
 WINDOWS = (None, 100)
@@ -32,7 +34,7 @@ def make(request, library):
     def build(lengths=LENGTHS, **args) -> tuple[Cache, Layers]:
         geom = Geom(1, 10, 2, 64)
         cache = pages.build(request.param.split()[0], geom, 32, lengths, **args, **FORMATS[request.param])
-        return cache, cache.layers(library)
+        return cache, cache.layers(library, fast="fast" in request.param)
 
     return build
 
@@ -172,3 +174,20 @@ def test_only_the_rows_of_the_view_are_written_and_strides_do_not_matter(make):
     got = [torch.cat([x[0, :, :1], x[1, :, :9]], 1).transpose(0, 1).contiguous() for x in (out, lse)]
     assert same_bits(got, want)
     assert (out[0, :, 1:] == 7).all() and (out[1, :, 9:] == 7).all() and (lse[0, :, 1:] == 7).all()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("count", [1, 5])
+def test_a_query_that_is_not_finite_gives_no_plausible_number_and_spoils_no_other_row(make, count, bad):
+    """Comparisons lose a NaN: without care its row would look like one that sees nothing, zeros."""
+    cache, layers = make()
+    rows = Rows.last([count, 1, 1], LENGTHS)
+    q = pages.queries(cache, rows)
+    want = pages.attend(cache, layers, rows, q)
+    q = q.clone()
+    q[0, 3, 7] = bad
+    got = pages.attend(cache, layers, rows, q)
+    assert got[0][0, 3].isnan().all() and got[1][0, 3].isnan()
+    others = torch.ones(want[1].shape, dtype=torch.bool)
+    others[0, 3] = False
+    assert all(torch.equal(x[others], y[others]) for x, y in zip(got, want))
