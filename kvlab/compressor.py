@@ -149,9 +149,9 @@ class Compressor:
         return total, min(total, self.codec.residual + self.block + chunk)
 
     def turn(self, pages: StepPages) -> Turn | None:
-        """`write` and `attend` of all layers as the kernels do them; None where they do not do all of it. Then, and for
-        a subclass, both are called layer by layer."""
-        if self.packed is None or type(self) is not Compressor:
+        """`write` and `attend` of all layers as the kernels do them; None where they do not do all of it, or where
+        either was replaced: then both are called layer by layer."""
+        if self.packed is None or type(self) is not Compressor or {"write", "attend"} & vars(self).keys():
             return None
         buckets, pruner = pages.step.buckets, self.pruner
         if pruner is not None and (type(pruner).wrote is not Pruner.wrote or any(map(pruner.watches, buckets))):

@@ -168,7 +168,7 @@ class Session:
         for row in outcome.rows + outcome.documents:
             row.update(method=compressor.label())
         outcome.label, outcome.family = compressor.label(), compressor.family
-        outcome.warnings = sorted({c.packed.refusal for c in used if c.packed is not None and c.packed.refusal})
+        outcome.warnings = sorted({c.packed.warning for c in used if c.packed is not None and c.packed.warning})
         return outcome
 
     def _baseline(self, config: Config, loaded):

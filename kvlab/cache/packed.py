@@ -38,7 +38,7 @@ class Packed:
     ) -> None:
         self.library, self.label, self.G, self.scale, self.fast = library, label, G, scale, fast
         self.formats: dict[Source, Format] = {"body": body, "tail": tail}
-        self.refusal = ""  # why the kernels do not hold these pages, once they were asked
+        self.warning = ""  # what a run should know, once the kernels were asked
         self._bound: dict[ClassTables, Bound | None] = {}
 
     def bound(self, t: ClassTables) -> Bound | None:
@@ -47,10 +47,16 @@ class Packed:
             try:
                 sources: tuple[Source, ...] = ("body",) if t.tail is None else ("body", "tail")
                 self._bound[t] = {s: self._bind(t, s) for s in sources}
+                if self.fast and not any(x.words for x in self._bound[t].values()):
+                    self.warning = (
+                        f"{self.label}: runtime.arithmetic=fast changes nothing, its pages hold no codes that are "
+                        "multiplied as integers (8 bits uniform, 4 by table, a scale per token or key channel)"
+                    )
+                    log.warning(self.warning)
             except Refused as why:
                 self._bound[t] = None
-                self.refusal = f"{self.label} runs on the torch path, which is slower: {why}"
-                log.warning(self.refusal)
+                self.warning = f"{self.label} runs on the torch path, which is slower: {why}"
+                log.warning(self.warning)
         return self._bound[t]
 
     def _bind(self, t: ClassTables, source: Source) -> Layers:

@@ -42,6 +42,7 @@ class Body(Protocol):
     """A model without its attention. x [T, width]: the residual stream in a form of the body's own."""
 
     facts: dict[str, str]
+    whole: bool  # it has `all_layers`
 
     def embed(self, tokens: Tensor) -> Tensor: ...
 
@@ -72,11 +73,8 @@ class LeanRunner:
         check_kind(weights)
         if why := unsupported(model):
             raise ConfigError(f"runtime.step=lean: {why}. Use runtime.step=auto or hf.")
-        self.rotary, self.vocab, self.layers = (
-            model.model.rotary_emb,
-            model.lm_head.out_features,
-            len(model.model.layers),
-        )
+        self.rotary, self.layers = model.model.rotary_emb, len(model.model.layers)
+        self.vocab = model.lm_head.out_features
         with torch.no_grad():
             self.body = _body(model, weights, kernels, min_rows)
         self.facts = {"step": "lean", "weights": weights, **self.body.facts}
@@ -90,7 +88,7 @@ class LeanRunner:
         x = body.embed(tokens)
         cos, sin = self.rotary(x, positions[None])
         angles = body.angles(cos[0], sin[0])
-        turn = compressor.turn(pages)
+        turn = compressor.turn(pages) if body.whole else None
         if turn is not None and body.all_layers(x, angles, turn):
             compressor.counters.encoded_blocks += turn.encoded
         else:

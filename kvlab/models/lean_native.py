@@ -21,6 +21,8 @@ KINDS = {"model": "float32", "bf16": "bf16", "int8": "int8"}
 class NativeBody:
     """See lean.Body. x is the residual stream, [T, E padded to 32]."""
 
+    whole = True
+
     def __init__(self, model: nn.Module, library: ctypes.CDLL, variant: str, kind: str) -> None:
         body, config = model.model, model.config
         self.H, self.Hk = config.num_attention_heads, config.num_key_value_heads

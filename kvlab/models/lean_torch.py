@@ -45,6 +45,8 @@ class Layer:
 class TorchBody:
     """See lean.Body. x is the residual stream with the norms' channel, [T, E + 1], in the model's dtype."""
 
+    whole = False
+
     def __init__(self, model: nn.Module, store: Weights) -> None:
         body = model.model
         self.H, self.Hk = model.config.num_attention_heads, model.config.num_key_value_heads
@@ -86,9 +88,6 @@ class TorchBody:
             qk = F.rms_norm(qk, (self.D,), None, layer.qk_norm[1]).mul_(layer.qk_norm[0])
         qk = torch.addcmul(qk * cos, qk.roll(self.D // 2, -1), sin)
         return qk.narrow(1, 0, self.H), qk.narrow(1, self.H, self.Hk), heads.narrow(1, self.H + self.Hk, self.Hk)
-
-    def all_layers(self, *_) -> bool:
-        return False
 
     def back(self, i: int, attended: Tensor, x: Tensor) -> None:
         layer, stream = self.layers[i], x[:, :-1]

@@ -85,6 +85,7 @@ def lean(name: str, way: tuple[str, str] = AUTO, dtype: torch.dtype = torch.floa
 
 def build(run, geom, codec=None, **cfg) -> Engine:
     cfg = {"block": 16, "max_seqs": 8, "max_len": 128, "max_batch_tokens": 512, "chunk": 512, "tile": 64, **cfg}
+    cfg.setdefault("kernels", run.facts["linear"].split()[0] if run.body.whole else "auto")  # the same on both sides
     return dirty(Engine(run.forward, Compressor(codec or Full()), geom, EngineCfg(**cfg, check=True)))
 
 

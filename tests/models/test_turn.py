@@ -33,9 +33,9 @@ SLIDING = {
 
 
 @cache
-def lean(variant: str = "auto", name: str = "tiny_llama"):
+def lean(variant: str = "auto", name: str = "tiny_llama", weights: str = "model"):
     model = tiny_model(name, head_dim=64, **(SLIDING if name == "tiny_qwen2" else {}))
-    return LeanRunner(model, kernels=variant), geometry(model, name)
+    return LeanRunner(model, weights, kernels=variant), geometry(model, name)
 
 
 def engine(comp: Compressor, run, geom, variant: str = "auto", **cfg) -> Engine:
@@ -60,7 +60,7 @@ def ran(monkeypatch) -> list[int]:
 
 def both(parts: tuple, monkeypatch, ran: list[int], variant: str = "auto", name: str = "tiny_llama", **cfg):
     """Scores of the same prompts layer by layer and in one call, and the two compressors."""
-    run, geom = lean(variant, name)
+    run, geom = lean(variant, name, cfg.get("weights", "model"))
     slow, fast = (compose([part(n) for n in parts]) for _ in "ab")
     with monkeypatch.context() as m:
         m.setattr(slow, "turn", lambda pages: None)
@@ -85,6 +85,22 @@ def test_every_pipeline_gives_the_bits_that_it_gives_layer_by_layer(pruner, monk
     for a, b, x, y in zip(seqs, got_seqs, want, got):
         assert a.output == b.output and torch.equal(x, y)
     assert vars(slow.counters) == vars(fast.counters) and fast.counters.evicted_slots > 0
+    assert bool(ran) == (pruner not in BY_LAYER)
+
+
+@pytest.mark.parametrize("weights", ["bf16", "int8"])
+@pytest.mark.parametrize("arithmetic", ["exact", "fast"])
+def test_weights_and_arithmetic_are_those_of_the_layers(weights, arithmetic, monkeypatch, ran):
+    args = {"weights": weights, "arithmetic": arithmetic}
+    (_, want), (_, got), *_ = both(("int4",), monkeypatch, ran, **args, **MIXED)
+    assert ran and all(torch.equal(x, y) for x, y in zip(want, got))
+
+
+def test_pages_and_model_of_different_libraries_go_layer_by_layer(ran):
+    run, geom = lean("generic")
+    best = isa.runnable()[0]
+    score(engine(compose([part("int4")]), run, geom, best), PROMPTS[:2], 2)
+    assert bool(ran) == (best == "generic")
 
 
 @pytest.mark.parametrize("method", ["full", "int4", "kivi"])

@@ -110,6 +110,11 @@ KV_INLINE X present(const Where& w, int slot, int a, int b, X x) {
 // One scale (and zero) per token can be applied to scores and probabilities; anything finer goes to the rows.
 KV_INLINE bool folds(const kv_side& s) { return s.axis == KV_TOKEN && s.group == s.width; }
 
+// Whether the fast arithmetic takes a side (fast.h): a scale per token, none, or, of keys, one per channel.
+KV_INLINE bool as_words(const kv_side& s, const Decoder& d, bool key) {
+  return d.step != 0.f && (folds(s) || s.axis == KV_NONE || (key && s.axis == KV_BLOCK));
+}
+
 // Scale and shift of each lane for the group of tokens that `token` is in (KV_BLOCK; a group divides a block).
 static void block_scales(const kv_side& s, const Lanes& of, int64_t token, float* scale, float* shift) {
   const int64_t at = token / s.group * s.width;
@@ -267,7 +272,7 @@ static void split_rows(const kv_format& f, const Sides& d, const Where& w, int R
       for (int c = 0; c < lanes(k); c++) z[r] += q[r * ldq + at + c];
     }
     const bool per_channel = k.axis == KV_BLOCK;  // a group's scales multiply the queries instead of its sixteen tokens
-    const bool words = d.k[i]->step != 0.f && (per_channel || folds(k) || k.axis == KV_NONE);
+    const bool words = as_words(k, *d.k[i], true);
     Query16 asked;
     if (words && !per_channel) asked.take(q + at, ldq, R, k.slots);
     alignas(64) float scaled[MAX_R][MAX_SLOTS * 16], sc_lane[MAX_SLOTS * 16], sh_lane[MAX_SLOTS * 16];
@@ -313,7 +318,7 @@ static void split_rows(const kv_format& f, const Sides& d, const Where& w, int R
   }
   const int end = (n + 15) & ~15, skip = a - first;
   alignas(64) float v_scale[SPLIT], v_shift[SPLIT];
-  const bool v_words = d.v->step != 0.f && (folds(f.v) || f.v.axis == KV_NONE);
+  const bool v_words = as_words(f.v, *d.v, false);
   Weights16 weights;
   for (int t = 0; folds(f.v) && t < end; t += 16) {
     X sc, sh;
@@ -464,7 +469,10 @@ static void join_splits(const kv_format& f, const kv_view& s, const Output& io, 
   float* o = buffer().get(wv);
   for (int g = 0; g < f.group; g++) {
     float top = NEG_INF, sum = 0.f;
-    for (int i = 0; i < splits; i++) top = f_max(top, parts[i * step + f.group * wv + g]);
+    for (int i = 0; i < splits && top == top; i++) {  // a NaN stays
+      const float lse2 = parts[i * step + f.group * wv + g];
+      if (!(lse2 <= top)) top = lse2;
+    }
     for (int c = 0; c < wv; c++) o[c] = 0.f;
     for (int i = 0; i < splits && top != NEG_INF; i++) {
       const float* p = parts + i * step;

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvlab.kernels.cpu.structs import CODES, Bound, kv_format, kv_view, prototypes
+from kvlab.kernels.cpu.structs import Bound, accept, dense_rows, kv_format, kv_view, prototypes
 from kvlab.kernels.format import Format
 
 _FORMAT, _VIEW = ctypes.sizeof(kv_format), ctypes.sizeof(kv_view)
@@ -81,8 +81,13 @@ class Layers:
         for j, side in enumerate(self.bound.k):
             out.k[j] = side
         out.v = self.bound.v
-        self._ok("kv_check_format", self.lib.kv_check_format(ctypes.byref(out)))
+        accept("kv_check_format", self.lib.kv_check_format(ctypes.byref(out)))
         return out
+
+    @property
+    def words(self) -> int:
+        """What the fast arithmetic takes of these pages: 1 keys, 2 values, 3 both, 0 nothing."""
+        return self.lib.kv_words(self.formats[0])
 
     def attend(self, i: int, view: View, q: Tensor, out: Tensor, lse: Tensor, join: bool = False) -> None:
         """Fills out and lse, or joins them with what they hold. i: index of the layer in its class.
@@ -90,7 +95,7 @@ class Layers:
         q, out float32 [rows, H, D], lse float32 [rows, H]: strided views whose row axis is what View.first counts in;
         the last axis of q and out is dense.
         """
-        _dense(q, out)
+        dense_rows(q, out)
         assert lse.dtype == torch.float32, f"lse is {lse.dtype}, not float32"
         if view.struct is not self._checked:
             need, self._checked = self.admit(view), view.struct
@@ -102,11 +107,11 @@ class Layers:
             self._work.numel(), torch.get_num_threads(),
         )  # fmt: skip
         if code:
-            self._ok("kv_attend", code)
+            accept("kv_attend", code)
 
     def admit(self, view: View) -> int:
         """Check a view against the pool, once for all layers. Returns the floats of scratch that it needs."""
-        self._ok("kv_check_view", self.lib.kv_check_view(view.struct, self.block, self.capacity))
+        accept("kv_check_view", self.lib.kv_check_view(view.struct, self.block, self.capacity))
         return self.lib.kv_workspace(self.formats[0], view.struct)
 
     def append(self, i: int, k: Tensor, v: Tensor, rows: Tensor) -> bool:
@@ -114,25 +119,25 @@ class Layers:
 
         False: a number is not finite or does not fit its type; what those slots hold then means nothing.
         """
-        _dense(k, v)
+        dense_rows(k, v)
         bad = self.lib.kv_append(
             self.formats[i], k.data_ptr(), k.stride(0), k.stride(1), v.data_ptr(), v.stride(0), v.stride(1),
             rows.data_ptr(), self.tokens, k.shape[1], torch.get_num_threads(),
         )  # fmt: skip
         if bad < 0:
-            self._ok("kv_append", bad)
+            accept("kv_append", bad)
         return not bad
 
     def seal(self, i: int, k: Tensor, v: Tensor, src: Tensor, dst: Tensor) -> bool:
         """Encode whole blocks: block rows src int64 [M] of the exact k, v float32 [rows, B * D] to block rows dst [M].
         False as in `append`."""
-        _dense(k, v)
+        dense_rows(k, v)
         bad = self.lib.kv_seal(
             self.formats[i], k.data_ptr(), v.data_ptr(), src.data_ptr(), len(k), dst.data_ptr(),
             self.tokens // self.block, len(src), torch.get_num_threads(),
         )  # fmt: skip
         if bad < 0:
-            self._ok("kv_seal", bad)
+            accept("kv_seal", bad)
         return not bad
 
     def mass(self, i: int, view: View, q: Tensor, lse: Tensor, columns: int) -> Tensor:
@@ -140,22 +145,12 @@ class Layers:
 
         q, lse as in `attend`; lse +inf = the row has no vote.
         """
-        _dense(q, lse.unsqueeze(-1))
-        self._ok("kv_check_view", self.lib.kv_check_view(view.struct, self.block, self.capacity))
+        dense_rows(q, lse.unsqueeze(-1))
+        accept("kv_check_view", self.lib.kv_check_view(view.struct, self.block, self.capacity))
         out = torch.empty(view.struct.N, self.Hk, self.G, columns)
         code = self.lib.kv_mass(
             self.formats[i], view.struct, q.data_ptr(), q.stride(1), q.stride(0), lse.data_ptr(), lse.stride(1),
             lse.stride(0), out.data_ptr(), columns, torch.get_num_threads(),
         )  # fmt: skip
-        self._ok("kv_mass", code)
+        accept("kv_mass", code)
         return out
-
-    @staticmethod
-    def _ok(who: str, code: int) -> None:
-        if code:
-            raise ValueError(f"{who}: refused, {CODES.get(code, code)}")
-
-
-def _dense(*tensors: Tensor) -> None:
-    for t in tensors:
-        assert t.dtype == torch.float32 and t.stride(-1) == 1, f"{t.dtype} {t.stride()}: not dense float32 rows"

@@ -1,4 +1,4 @@
-"""kv.cpp and its headers -> a shared library in the user cache, made once by the machine's own C++ compiler.
+"""kv.cpp, step.cpp and headers -> a shared library in the user cache, made once by the machine's own C++ compiler.
 
 Place    `<cache>/kernels/kv-<variant>-<key>.so`. The key hashes every byte of the sources, the flags, the compiler (its
          command and the first line of `--version`) and the architecture: what fits is found, nothing is ever stale.

@@ -23,16 +23,6 @@ namespace {
 constexpr int PANEL = 16, UNIT = 2 * PANEL;
 constexpr int tile_rows(int kind) { return kind == KV_DENSE_INT8 ? 4 : 6; }  // what AVX2's 16 registers hold
 
-KV_INLINE X div(X x, X y) {
-#if KV_AVX512
-  return {_mm512_div_ps(x.a, y.a)};
-#elif KV_AVX2
-  return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)};
-#else
-  for (int i = 0; i < 16; i++) x.v[i] /= y.v[i];
-  return x;
-#endif
-}
 KV_INLINE X negative(X x) { return sub(set1(0.f), x); }
 KV_INLINE X load_up_to(const float* p, int n) {
   if (n >= 16) return load(p);
@@ -73,7 +63,7 @@ inline void prepare(const kv_matrix& m, const float* x, const float* weight, flo
     most = max(most, max(v, negative(v)));
     odd = fma(v, set1(0.f), odd);  // NaN if a number is not finite: so is the row's result then
   }
-  const float largest = hmax(most), inverse = largest > 0.f ? m.top / largest : 0.f;
+  const float largest = hmax(most), inverse = largest > TINY ? m.top / largest : 0.f;
   to.scale[t] = largest / m.top + hsum(odd);
   int16_t* out = (int16_t*)(to.row + t * to.bytes);
   for (int i = 0; i < n; i += 16) store_words(out + i, mul(value(i), set1(inverse)));
@@ -159,8 +149,8 @@ template <int KIND> void unit_of(const kv_matrix& m, const Inputs& in, const Out
       case 2: tile<KIND, 2>(m, in, out, unit, t); break;
       case 3: tile<KIND, 3>(m, in, out, unit, t); break;
       case 4: tile<KIND, 4>(m, in, out, unit, t); break;
-      case 5: tile<KIND, 5>(m, in, out, unit, t); break;
-      default: tile<KIND, 6>(m, in, out, unit, t);
+      default:
+        if constexpr (tile_rows(KIND) > 4) rows == 5 ? tile<KIND, 5>(m, in, out, unit, t) : tile<KIND, 6>(m, in, out, unit, t);
     }
   }
 }

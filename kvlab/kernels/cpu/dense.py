@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvlab.kernels.cpu.structs import CODES
+from kvlab.kernels.cpu.structs import accept, dense_rows
 
 KINDS = {"float32": 0, "bf16": 1, "int8": 2}
 PANEL = 16
@@ -120,73 +120,57 @@ class Step:
         self.norm, self.eps, self.head_matrix = norm, eps, head
         self.layers = [self._layer(p) for p in layers]
         self.addresses = np.array([ctypes.addressof(x) for x in self.layers], np.int64)
-        self._ok("kv_check_matrix", lib.kv_check_matrix(head.struct))
-        self._work = torch.empty(0, dtype=torch.uint8)
+        accept("kv_check_matrix", lib.kv_check_matrix(head.struct))
 
     def _layer(self, p: LayerParts) -> kv_layer:
         out = kv_layer(ctypes.sizeof(kv_layer), p.turned, p.dim, p.down.inputs, p.eps, p.qk_eps)
         out.norm, out.mlp_norm, out.qk_norm = p.norm.data_ptr(), p.mlp_norm.data_ptr(), _pointer(p.qk_norm)
         for name in ("qkv", "o", "gate_up", "down"):
             setattr(out, name, getattr(p, name).struct)
-        self._ok("kv_check_layer", self.lib.kv_check_layer(out))
+        accept("kv_check_layer", self.lib.kv_check_layer(out))
         return out
 
     def front(self, i: int, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x [T, width], cos and sin [T, dim] -> q, k, v of all heads side by side, [T, heads * dim]; q and k after
         rope."""
-        _check(x, cos, sin)
+        dense_rows(x, cos, sin)
         layer, T, outputs = self.layers[i], len(x), self.parts[i].qkv.outputs
         out, work = torch.empty(T, padded(outputs)), self.room(T)
         code = self.lib.kv_front(
             layer, x.data_ptr(), x.stride(0), T, cos.data_ptr(), sin.data_ptr(), out.data_ptr(), out.stride(0),
             work.data_ptr(), len(work), torch.get_num_threads(),
         )  # fmt: skip
-        self._ok("kv_front", code)
+        accept("kv_front", code)
         return out[:, :outputs]
 
     def back(self, i: int, attended: Tensor, x: Tensor) -> None:
         """x [T, width] += o(attended [T, H * dim]); then x += the MLP of its norm."""
-        _check(attended, x)
+        dense_rows(attended, x)
         layer, T = self.layers[i], len(x)
         work = self.room(T)
         code = self.lib.kv_back(
             layer, attended.data_ptr(), attended.stride(0), x.data_ptr(), x.stride(0), T, work.data_ptr(), len(work),
             torch.get_num_threads(),
         )  # fmt: skip
-        self._ok("kv_back", code)
+        accept("kv_back", code)
 
     def head(self, x: Tensor) -> Tensor:
         """x [k, width] -> logits [k, outputs] of its norm."""
-        _check(x)
+        dense_rows(x)
         m, k = self.head_matrix, len(x)
         out = torch.empty(k, padded(m.outputs))
-        work = self._grown(self.lib.kv_matrix_bytes(m.struct, k))
+        work = torch.empty(self.lib.kv_matrix_bytes(m.struct, k), dtype=torch.uint8)
         code = self.lib.kv_head(
             m.struct, self.norm.data_ptr(), self.eps, x.data_ptr(), x.stride(0), k, out.data_ptr(), out.stride(0),
             work.data_ptr(), len(work), torch.get_num_threads(),
         )  # fmt: skip
-        self._ok("kv_head", code)
+        accept("kv_head", code)
         return out[:, : m.outputs]
 
     def room(self, T: int) -> Tensor:
-        """Scratch for T rows of a layer; all layers of a model are alike."""
-        return self._grown(self.lib.kv_layer_bytes(self.layers[0], T))
-
-    def _grown(self, nbytes: int) -> Tensor:
-        if len(self._work) < nbytes:
-            self._work = torch.empty(nbytes, dtype=torch.uint8)
-        return self._work
-
-    @staticmethod
-    def _ok(who: str, code: int) -> None:
-        if code:
-            raise ValueError(f"{who}: refused, {CODES.get(code, code)}")
+        """Scratch for T rows of a layer; all layers of a model are alike. Fresh: labs of one model share a Step."""
+        return torch.empty(self.lib.kv_layer_bytes(self.layers[0], T), dtype=torch.uint8)
 
 
 def _pointer(t: Tensor | None) -> int | None:
     return None if t is None else t.data_ptr()
-
-
-def _check(*tensors: Tensor) -> None:
-    for t in tensors:
-        assert t.dtype == torch.float32 and t.stride(-1) == 1, f"{t.dtype} {t.stride()}: not dense float32 rows"

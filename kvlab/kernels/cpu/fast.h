@@ -1,7 +1,7 @@
 // The fast arithmetic of decoding rows (inside attend.h's namespace): codes stay integers. Queries and probabilities become
 // integers up to 2^14, so do a table's entries (2^13 and less for values and wide heads: word_top), sums of products are
-// exact in int32. That costs a rounding of 2^-15 of a query's largest channel, of the largest weight of sixteen tokens, of
-// a table's range.
+// exact in int32. That costs a rounding of 2^-15 of a query's largest channel and of a table's range, and, in the sum of a
+// split's weights, of at most 2^-11 of the largest.
 
 // scores [R][16] of int16 queries [R][W] and sixteen tokens [16][W].
 template <int R> static void dot16_words(const int16_t* q, int ldq, const int16_t* x, int W, float* scores) {
@@ -50,7 +50,7 @@ struct Query16 {  // up to MAX_R queries of a side in slot order
   float step[MAX_R], sum[MAX_R];  // of a word; of all words times step
   void take(const float* from, int ld, int R, int slots) {
     for (int r = 0; r < R; r++) {
-      step[r] = to_words(from + r * ld, slots * 16, QUERY_TOP, q[r]);
+      step[r] = to_words<false>(from + r * ld, slots * 16, QUERY_TOP, q[r]);
       int32_t total = 0;
       for (int c = 0; c < slots * 16; c++) total += q[r][c];
       sum[r] = (float)total * step[r];
@@ -72,7 +72,7 @@ struct Weights16 {  // of a split: probability times scale. A token without weig
   float by[MAX_R];
   // Returns the sum over tokens of weight * d.low, the same for every channel.
   float take(const Decoder& d, int r, const float* from, int n) {
-    const float step = to_words(from, n, QUERY_TOP, p[r]);
+    const float step = to_words<true>(from, n, QUERY_TOP - 1.f, p[r]);  // - 1: what is carried over comes on top
     int32_t total = 0;
     for (int t = 0; t < n; t++) total += p[r][t];
     by[r] = step * d.step;

@@ -82,6 +82,17 @@ static bool fits(const kv_format& f, const kv_view& s) {  // every head's table 
     if (f.group_of[h] < 0 || f.group_of[h] >= s.groups) return false;
   return true;
 }
+
+// What the fast arithmetic takes of a format: 1 some keys, 2 values, both, or 0.
+KV_API int32_t kv_words(const kv_format* f) {
+  if (kv_check_format(f) != KV_OK) return 0;
+  Sides d;
+  open_sides(*f, d);
+  bool keys = false;
+  for (int i = 0; i < f->keys; i++) keys = keys || as_words(f->k[i], *d.k[i], true);
+  return (keys ? 1 : 0) + (as_words(f->v, *d.v, false) ? 2 : 0);
+}
+
 static int64_t part_floats(const kv_format& f) { return (int64_t)f.group * (lanes(f.v) + 1); }
 static int splits(const kv_format& f, const kv_view& s) { return (int)(((int64_t)s.blocks * f.block + SPLIT - 1) / SPLIT); }
 

@@ -71,6 +71,8 @@ KV_INLINE void store(float* p, X x) { _mm512_storeu_ps(p, x.a); }
 KV_INLINE X add(X x, X y) { return {_mm512_add_ps(x.a, y.a)}; }
 KV_INLINE X sub(X x, X y) { return {_mm512_sub_ps(x.a, y.a)}; }
 KV_INLINE X mul(X x, X y) { return {_mm512_mul_ps(x.a, y.a)}; }
+KV_INLINE X div(X x, X y) { return {_mm512_div_ps(x.a, y.a)}; }
+KV_INLINE X nearest(X x) { return {_mm512_roundscale_ps(x.a, 0)}; }
 KV_INLINE X fma(X x, X y, X z) { return {_mm512_fmadd_ps(x.a, y.a, z.a)}; }
 KV_INLINE X max(X x, X y) { return {_mm512_max_ps(x.a, y.a)}; }
 KV_INLINE float hsum(X x) { return _mm512_reduce_add_ps(x.a); }
@@ -131,6 +133,11 @@ KV_INLINE void store(float* p, X x) { _mm256_storeu_ps(p, x.a); _mm256_storeu_ps
 KV_INLINE X add(X x, X y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
 KV_INLINE X sub(X x, X y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
 KV_INLINE X mul(X x, X y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+KV_INLINE X div(X x, X y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+KV_INLINE X nearest(X x) {
+  constexpr int how = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  return {_mm256_round_ps(x.a, how), _mm256_round_ps(x.b, how)};
+}
 KV_INLINE X fma(X x, X y, X z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
 KV_INLINE X max(X x, X y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
 KV_INLINE float hsum(X x) {
@@ -239,6 +246,8 @@ KV_INLINE void store(float* p, X x) { KV_EACH p[i] = x.v[i]; }
 KV_INLINE X add(X x, X y) { KV_EACH x.v[i] += y.v[i]; return x; }
 KV_INLINE X sub(X x, X y) { KV_EACH x.v[i] -= y.v[i]; return x; }
 KV_INLINE X mul(X x, X y) { KV_EACH x.v[i] *= y.v[i]; return x; }
+KV_INLINE X div(X x, X y) { KV_EACH x.v[i] /= y.v[i]; return x; }
+KV_INLINE X nearest(X x) { KV_EACH x.v[i] = std::nearbyint(x.v[i]); return x; }
 KV_INLINE X fma(X x, X y, X z) { KV_EACH z.v[i] += x.v[i] * y.v[i]; return z; }
 KV_INLINE X max(X x, X y) { KV_EACH x.v[i] = x.v[i] > y.v[i] ? x.v[i] : y.v[i]; return x; }
 KV_INLINE float hsum(X x) {

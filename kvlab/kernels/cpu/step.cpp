@@ -157,6 +157,10 @@ KV_API int32_t kv_step(const kv_turn* s) {
   if (s->heads < 1 || s->kv_heads < 1 || s->dim < 1 || s->qkv_row < (int64_t)(s->heads + 2 * s->kv_heads) * s->dim) return KV_BAD_RANGE;
   const int64_t width = (int64_t)s->heads * s->dim;
   const float *k = s->qkv + width, *v = k + (int64_t)s->kv_heads * s->dim;
+  for (int l = 0; l < s->layers; l++)
+    if (s->layer[l]->size != (int32_t)sizeof(kv_layer) || s->layer[l]->dim != s->dim || s->layer[l]->o.inputs != width ||
+        s->layer[l]->qkv.outputs != (s->heads + 2 * s->kv_heads) * s->dim)
+      return KV_BAD_FORMAT;
   for (int l = 0; l < s->layers; l++) {
     int32_t code = kv_front(s->layer[l], s->x, s->x_row, s->T, s->cos, s->sin, s->qkv, s->qkv_row, s->work, s->work_bytes, s->threads);
     for (const kv_write* w = s->write; !code && w < s->write + s->writes; w++)

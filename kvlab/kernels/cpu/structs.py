@@ -55,12 +55,25 @@ CODES = {-1: "struct size differs: the library is of another version", -2: "form
          -4: "rows or ranges", -5: "scratch is too small"}  # fmt: skip
 
 
+def accept(who: str, code: int) -> None:
+    """ValueError for the code of a call that was refused."""
+    if code < 0:
+        raise ValueError(f"{who}: refused, {CODES.get(code, code)}")
+
+
+def dense_rows(*tensors: Tensor) -> None:
+    """What the kernels are given pointers to: a wrong one would be garbage, not an error."""
+    for t in tensors:
+        assert t.dtype == torch.float32 and t.stride(-1) == 1, f"{t.dtype} {t.stride()}: not dense float32 rows"
+
+
 def prototypes(lib: ctypes.CDLL) -> ctypes.CDLL:
     """Argument types of every entry point: a wrong call fails in Python."""
     f, v, p, i, n = POINTER(kv_format), POINTER(kv_view), c_void_p, c_int32, c_int64
     lib.kv_slots.argtypes, lib.kv_slots.restype = [POINTER(kv_side), POINTER(c_int16)], i
     lib.kv_check_format.argtypes, lib.kv_check_format.restype = [f], i
     lib.kv_check_view.argtypes, lib.kv_check_view.restype = [v, i, i], i
+    lib.kv_words.argtypes, lib.kv_words.restype = [f], i
     lib.kv_workspace.argtypes, lib.kv_workspace.restype = [f, v], n
     lib.kv_attend.argtypes, lib.kv_attend.restype = [f, v, p, n, n, p, n, n, p, n, n, i, p, n, i], i
     lib.kv_append.argtypes, lib.kv_append.restype = [f, p, n, n, p, n, n, p, n, i, i], i
@@ -93,10 +106,10 @@ class Bound:
         else:
             if s.pack % 8:
                 raise Refused(f"rows of {s.pack} codes: the kernels read whole bytes of 8 codes")
+            out.kind = UNIFORM if table is None else TABLE
             out.mid = (2**s.bits - 1) / 2 if table is None and s.zero else 0.0
             if table is None and s.bits <= BY_TABLE:
                 table = torch.arange(2**s.bits, dtype=torch.float32) - out.mid
-            out.kind = UNIFORM if table is None else TABLE
         if s.kind != "codes" and s.width % 16:
             raise Refused(f"{s.width} channels are not a multiple of 16")
         if s.axis == "block" and s.group % 16:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvlab.kernels.cpu.attend import Layers, View
 from kvlab.kernels.cpu.dense import Step, padded
-from kvlab.kernels.cpu.structs import CODES
+from kvlab.kernels.cpu.structs import accept
 
 
 class kv_write(Structure):
@@ -53,6 +53,7 @@ class Turn:
     moves: list[kv_moved] = field(default_factory=list)
     reads: list[kv_read] = field(default_factory=list)
     floats: int = 0  # of scratch
+    libs: set[ctypes.CDLL] = field(default_factory=set)
     kept: list = field(default_factory=list)  # whatever the pointers point to
 
     def write(self, to: Layers, rows: Tensor) -> None:
@@ -72,7 +73,9 @@ class Turn:
 
     def run(self, step: Step, x: Tensor, cos: Tensor, sin: Tensor, H: int, Hk: int) -> bool:
         """x [T, width] through all layers, in place. False: a key or value cannot be written (it is not finite, or does
-        not fit); x and the slots written then mean nothing."""
+        not fit), or pages and model are of different libraries; x and the slots written then mean nothing."""
+        if any(lib is not step.lib for lib in self.libs):
+            return False
         part, T = step.parts[0], len(x)
         qkv, attended, lse = torch.empty(T, padded(part.qkv.outputs)), torch.empty(T, H * part.dim), torch.empty(T, H)
         scratch, work = torch.empty(self.floats), step.room(T)
@@ -89,11 +92,11 @@ class Turn:
             setattr(s, name, t.data_ptr())
         s.x_row, s.qkv_row, s.pages_floats, s.work_bytes = x.stride(0), qkv.stride(0), scratch.numel(), len(work)
         code = step.lib.kv_step(ctypes.addressof(s))
-        if code < 0:
-            raise ValueError(f"kv_step: refused, {CODES.get(code, code)}")
+        accept("kv_step", code)
         return code == 0
 
     def _formats(self, layers: Layers) -> int:
+        self.libs.add(layers.lib)
         return self._pointers(layers, np.array([ctypes.addressof(f) for f in layers.formats], np.int64))
 
     def _by_layer(self, layers: Layers, rows: Tensor) -> int:

@@ -12,7 +12,7 @@ KV_INLINE Sums add_products(Sums s, Words w, int32_t two) {
   return {_mm512_add_epi32(s.a, _mm512_madd_epi16(w.a, _mm512_set1_epi32(two)))};
 }
 KV_INLINE X to_float(Sums s) { return {_mm512_cvtepi32_ps(s.a)}; }
-KV_INLINE void store_words(int16_t* p, X x) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(x.a))); }
+KV_INLINE void store_words(int16_t* p, X x) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(x.a))); }
 #elif KV_AVX2
 struct Sums { __m256i a, b; };
 struct Words { __m256i a, b; };
@@ -44,7 +44,7 @@ KV_INLINE X to_float(Sums s) { X r; for (int i = 0; i < 16; i++) r.v[i] = (float
 KV_INLINE void store_words(int16_t* p, X x) {
   for (int i = 0; i < 16; i++) {
     const float v = std::nearbyint(x.v[i]);
-    p[i] = v >= -32768.f && v <= 32767.f ? (int16_t)v : (int16_t)-32768;  // a NaN too, as the instruction does
+    p[i] = (int16_t)(v != v ? 0.f : v < -32768.f ? -32768.f : v > 32767.f ? 32767.f : v);
   }
 }
 #endif
@@ -110,15 +110,26 @@ KV_INLINE void store_looked(int16_t* out, Bytes lo, Bytes hi, Bytes code) {
 }
 #endif
 
-// x [n], n a multiple of 16, as integers up to `top`: x is about step * out, step NaN if a number is not finite.
-KV_INLINE float to_words(const float* x, int n, float top, int16_t* out) {
+// x [n], n a multiple of 16, as integers up to `top`: x is about step * out, step NaN if a number is not finite. CARRY: what
+// rounding takes from one number is added to the next but fifteen, so that sums of many small ones are kept too.
+constexpr float TINY = 1e-30f;  // numbers below are taken for zeros: top / largest must be finite
+template <bool CARRY> KV_INLINE float to_words(const float* x, int n, float top, int16_t* out) {
   X most = set1(0.f), odd = set1(0.f);
   for (int i = 0; i < n; i += 16) {
     const X v = load(x + i);
     most = max(most, max(v, sub(set1(0.f), v))), odd = fma(v, set1(0.f), odd);
   }
-  const float largest = hmax(most), inverse = largest > 0.f ? top / largest : 0.f;
-  for (int i = 0; i < n; i += 16) store_words(out + i, mul(load(x + i), set1(inverse)));
+  const float largest = hmax(most), inverse = largest > TINY ? top / largest : 0.f;
+  X left = set1(0.f);
+  for (int i = 0; i < n; i += 16) {
+    X v = mul(load(x + i), set1(inverse));
+    if (CARRY) {
+      v = add(v, left);
+      const X whole = nearest(v);
+      left = sub(v, whole), v = whole;
+    }
+    store_words(out + i, v);
+  }
   return largest / top + hsum(odd);
 }
 }  // namespace

@@ -59,6 +59,28 @@ def test_it_is_another_arithmetic_where_there_are_codes_of_up_to_eight_bits(name
     assert torch.equal(exact, fast) == stays
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("method", ["int4", "int8", "turboquant"])
+def test_many_small_weights_beside_a_large_one_are_not_lost_together(method, variant):
+    """One key takes 10 nats more than the others, as a first token does, and values have a common part: rounded each by
+    itself, 255 weights below half a step would all become zero, 0.8 % of that part."""
+    cache = pages.build(method, Geom(1, 2, 1, 64), 32, [256], **({"group": 64} if method != "turboquant" else {}))
+    codec, gen = cache.codec, torch.Generator().manual_seed(5)
+    k, v = 0.02 * torch.randn(1, 8, 1, 32, 64, generator=gen), 3 + 0.1 * torch.randn(1, 8, 1, 32, 64, generator=gen)
+    k[0, 0, 0, 0] = 1.0
+    page = codec.encode(0, k[0], v[0])
+    for name, value in page.items():
+        cache.arrays.data[name][torch.from_numpy(cache.table[0, 0]).long()] = value.view(
+            8, 1, *cache.arrays.data[name].shape[2:]
+        )
+    rows = Rows.last([1], [256])
+    q = torch.full((1, 2, 64), 10.4 / 8, dtype=torch.float64)
+    exact, fast = (pages.attend(cache, cache.layers(pages.library(variant), fast=f), rows, q)[0] for f in (False, True))
+    assert (exact - fast).abs().max() <= 3 * 8.5 / 16382 + 2e-3 / 8, (
+        "half a step in each of sixteen sums, of values of 3"
+    )
+
+
 def test_prompts_are_exact():
     library = pages.library("generic")
     cache, rows, q = made("int4", 64, 32, count=5)
@@ -78,6 +100,13 @@ def test_settings_that_there_are_not_are_refused():
         EngineCfg(arithmetic="bf16")
     with pytest.raises(ConfigError, match=r"runtime\.arithmetic=fast is the CPU kernels'.*runtime\.kernels=auto"):
         EngineCfg(arithmetic="fast", kernels="off")
+
+
+def test_a_method_without_integers_says_that_nothing_is_fast(tmp_path):
+    words = ["model=tiny_llama", "task=fidelity", "task.context=48", "task.scored=16", "task.documents=1", "threads=1"]
+    ran = run(tmp_path, *words, "+method=fp8", "runtime.arithmetic=fast")
+    warnings = json.loads(ran.paths[0].read_text())["warnings"]
+    assert any("fp8" in w and "arithmetic=fast changes nothing" in w for w in warnings)
 
 
 def test_a_run_says_in_its_result_and_table_which_arithmetic_it_took(tmp_path):
