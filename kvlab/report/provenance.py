@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1]  # the kvlab package folder
+MEASURED = ("benchmarks/results", "experiments/overview", "experiments/speed")
 PACKAGES = ("torch", "triton", "transformers", "lm_eval", "hydra-core", "numpy", "safetensors", "tokenizers")
 
 
@@ -68,7 +69,8 @@ def code(folder: Path = PACKAGE) -> dict:
     """kvlab_version, git_commit, dirty, diff_sha256; the last three are None outside a checkout of this code.
 
     An installed copy inside somebody else's repository is not a checkout of this code: the folder must be tracked.
-    Dirty counts edits to tracked files and new files next to the code (a new method is a change of the code).
+    Dirty counts edits to tracked files and new files next to the code (a new method is a change of the code), but not
+    rows that were just measured and what is drawn from them.
     """
     version = _version("kvlab")
     unknown = {"kvlab_version": version, "git_commit": None, "dirty": None, "diff_sha256": None}
@@ -76,7 +78,8 @@ def code(folder: Path = PACKAGE) -> dict:
     if commit is None or not _git(folder, "ls-files", "."):
         return unknown
     digest = hashlib.sha256()
-    changes = _git(folder, "diff", "--no-ext-diff", "--binary", "HEAD") or b""
+    not_code = [f":(top,exclude){path}" for path in MEASURED]
+    changes = _git(folder, "diff", "--no-ext-diff", "--binary", "HEAD", "--", ":(top)", *not_code) or b""
     digest.update(changes)
     new = sorted((_git(folder, "ls-files", "--others", "--exclude-standard", "-z", ".") or b"").split(b"\0"))
     for name in filter(None, new):

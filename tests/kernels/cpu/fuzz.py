@@ -1,4 +1,4 @@
-"""Random formats, shapes and views against float64, for a minute: python fuzz.py LIBRARY VARIANT [SECONDS] [FIRST_SEED]
+"""Random formats, views and layers against float64, for a minute: python fuzz.py LIBRARY VARIANT [SECONDS] [FIRST_SEED]
 
 For a library with AddressSanitizer (sanitize.py): every array has exactly the bytes that its shape says, the last token
 of the pool is read and written, and views that lie are handed over too, which the kernels must refuse. Each case is a
@@ -20,7 +20,7 @@ import torch
 from pages import Cache, Rows
 
 from kvlab.cache.layout import Geom
-from kvlab.kernels.cpu import lib
+from kvlab.kernels.cpu import dense, lib
 from kvlab.kernels.cpu.attend import Layers, View
 from kvlab.kernels.cpu.structs import Refused, prototypes
 
@@ -154,6 +154,33 @@ def lies(r: random.Random, cache: Cache, layers: Layers, rows: Rows, q: torch.Te
         raise AssertionError("a view that lies was not refused")
 
 
+def layer(seed: int, library) -> str:
+    """A model's layer and head of any size, on rows of which some are not finite; exactly the scratch that is asked."""
+    r = random.Random(seed)
+    torch.set_num_threads(r.choice((1, 2)))
+    kind, H, Hk, D = r.choice(tuple(dense.KINDS)), r.randint(1, 4), r.randint(1, 3), r.choice((2, 16, 48, 64, 80))
+    E, wide, vocab, T = r.choice((1, 31, 32, 100, 144)), r.choice((1, 17, 64, 100)), r.randint(1, 80), r.randint(0, 15)
+    make = lambda n, m: dense.Matrix(kind, torch.randn(n, m), r.choice((None, torch.randn(n))))  # noqa: E731
+    gate = dense.interleaved(torch.randn(wide, E), torch.randn(wide, E))
+    parts = dense.LayerParts(
+        qkv=make((H + 2 * Hk) * D, E), o=make(E, H * D), down=make(E, wide), gate_up=dense.Matrix(kind, gate, None),
+        norm=torch.randn(E), mlp_norm=torch.randn(E), qk_norm=r.choice((None, torch.randn(H + Hk, D))), eps=1e-5,
+        qk_eps=1e-6, turned=H + Hk, dim=D,
+    )  # fmt: skip
+    step = dense.Step(library, [parts], torch.randn(E), 1e-5, make(vocab, E))
+    x = torch.zeros(T, dense.padded(E))
+    x[:, :E] = torch.randn(T, E) * 10 ** r.uniform(-30, 20)
+    spoiled = T > 0 and r.random() < 0.3
+    if spoiled:
+        x[r.randrange(T), r.randrange(E)] = r.choice((float("nan"), float("inf"), -float("inf")))
+    angle = torch.randn(T, D)
+    logits, qkv = step.head(x), step.front(0, x, angle.cos(), angle.sin())
+    step.back(0, torch.randn(T, H * D), x)
+    assert logits.shape == (T, vocab) and qkv.shape == (T, (H + 2 * Hk) * D)
+    assert spoiled or (logits.isfinite().all() and qkv.isfinite().all()), "a number that is none"
+    return f"layer {kind}"
+
+
 def main(path: str, variant: str, seconds: float = SECONDS, seed: int = 0) -> int:
     library = prototypes(lib.open_library(Path(path)))
     library.kv_isa.restype = lib.ctypes.c_char_p
@@ -162,6 +189,7 @@ def main(path: str, variant: str, seconds: float = SECONDS, seed: int = 0) -> in
     while time.monotonic() - began < seconds:
         print(f"\rseed {seed} ", end="", flush=True)
         done[case(seed, library)] += 1
+        done[layer(seed, library)] += 1
         seed += 1
     print(f"\r{variant}: {sum(done.values())} cases in {time.monotonic() - began:.0f} s: {dict(done)}")
     return 0
