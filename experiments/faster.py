@@ -148,7 +148,7 @@ def _attention(folder: Path) -> list[str]:
 
 
 def _overhead(folder: Path) -> list[str]:
-    data = [r for r in rows("overhead", folder) if r["weights"] == "int8"]
+    data = [r for r in rows("overhead", folder) if r["weights"] == "int8" and r["batch"] == 1]
     parts = ("linears", "attention", "rest", "total")
     lines = [
         f"| {r['batch']} x {r['context']} | {r['cache']} | " + " | ".join(f"{r[f'ms_{p}']:.1f}" for p in parts) + " |"
@@ -157,7 +157,7 @@ def _overhead(folder: Path) -> list[str]:
     if not lines:
         return []
     return [
-        "Where a step goes, int8 weights, ms of CPU time on one thread:", "",
+        "Where a step goes, int8 weights, ms of CPU time on one thread (the rest is a difference of medians):", "",
         "| | cache | linears | attention | rest | whole step |", "|:--|:--|--:|--:|--:|--:|",
         *lines, "",
     ]  # fmt: skip
