@@ -130,6 +130,7 @@ def _caches(folder: Path) -> list[str]:
 def _attention(folder: Path) -> list[str]:
     """Microseconds of a layer's attention, from decode_attention."""
     data = [r for r in rows("decode_attention", folder) if r["context"] == 8192]
+    data.sort(key=lambda r: (r["shape"] != "SmolLM2-135M", r["side"]))
     if not data:
         return []
     lines = []

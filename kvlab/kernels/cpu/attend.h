@@ -32,7 +32,7 @@ struct kv_view {         // what the rows of some sequences see; made once a ste
 };
 
 namespace {
-constexpr int SPLIT = 256, TILE = 64, ROWS = 96, MAX_R = 4, AHEAD = 64;
+constexpr int SPLIT = 256, TILE = 64, ROWS = 96, MAX_R = 4, AHEAD = 64, MAX_GROUPS = 8;
 constexpr float LOG2E = 1.44269504088896341f, LN2 = 0.693147180559945309f;
 
 constexpr float QUERY_TOP = 16383.f;
@@ -43,6 +43,7 @@ static int word_top(int products) {  // the largest word of which so many, times
 
 struct Lanes {  // of a side whose scales are finer than one per token
   bool runs;  // every slot is sixteen channels in a row
+  int halves;  // groups, if each half of every slot lies in one of at most MAX_GROUPS; else 0
   int32_t group[MAX_SLOTS * 16];
 };
 struct Sides {
@@ -57,6 +58,9 @@ static void open_lanes(const kv_side& s, Lanes& to) {
     to.group[c] = s.channel[c] < 0 || s.axis != KV_TOKEN ? 0 : s.channel[c] / s.group;
     if (s.channel[c] != s.channel[c & ~15] + (c & 15)) to.runs = false;
   }
+  to.halves = s.axis == KV_TOKEN && s.width / s.group <= MAX_GROUPS ? s.width / s.group : 0;
+  for (int c = 0; c < s.slots * 16; c++)
+    if (to.group[c] != to.group[c & ~7]) to.halves = 0;
 }
 static void open_sides(const kv_format& f, Sides& s) {
   for (int i = 0; i < f.keys; i++) s.k[i] = decoder(f.k[i], s.store[i], f.fast ? word_top(2 * f.k[i].slots) : 0), open_lanes(f.k[i], s.of[i]);
@@ -237,6 +241,7 @@ template <int R> static void mix16(const float* p, int ldp, const float* x, int 
 #define KV_ROWS(R, CALL) switch (R) { case 1: CALL(1); break; case 2: CALL(2); break; case 3: CALL(3); break; default: CALL(4); }
 
 #include "fast.h"
+#include "grouped.h"
 
 // Pages are scattered: the hardware stops at each one's end, so the next ones are asked for by hand, scales too.
 KV_INLINE void prefetch(const uint8_t* p, int64_t bytes) {
@@ -284,8 +289,9 @@ static void split_rows(const kv_format& f, const Sides& d, const Where& w, int R
       const float* y = q + at;
       int ldy = ldq;
       if (per_channel) {
-        block_scales(k, d.of[i], at_token, sc_lane, sh_lane);
-        for (int r = 0; r < R; r++) {
+        const bool next = !t || at_token % k.group == 0;  // a group of tokens lies in one block: the rest of it follows
+        if (next) block_scales(k, d.of[i], at_token, sc_lane, sh_lane);
+        for (int r = 0; next && r < R; r++) {
           X sum = set1(0.f);
           for (int c = 0; c < lanes(k); c += 16) {
             X u = load(q + r * ldq + at + c);
@@ -295,7 +301,7 @@ static void split_rows(const kv_format& f, const Sides& d, const Where& w, int R
           z[r] = hsum(sum);
         }
         y = scaled[0], ldy = MAX_SLOTS * 16;
-        if (words) asked.take(y, ldy, R, k.slots);
+        if (words && next) asked.take(y, ldy, R, k.slots);
       }
       alignas(64) float dots[MAX_R][16];
       if (words) {
@@ -320,6 +326,9 @@ static void split_rows(const kv_format& f, const Sides& d, const Where& w, int R
   alignas(64) float v_scale[SPLIT], v_shift[SPLIT];
   const bool v_words = as_words(f.v, *d.v, false);
   Weights16 weights;
+  const int groups = folds(f.v) ? 0 : d.of[2].halves;
+  Grouped by_group;
+  for (int t = 0; groups && t < end; t += 16) by_group.scales(f.v, w, token[t / 16], t, groups, t < skip ? skip - t : 0, n - t < 16 ? n - t : 16);
   for (int t = 0; folds(f.v) && t < end; t += 16) {
     X sc, sh;
     token_scales(f.v, token[t / 16], sc, sh);
@@ -333,6 +342,7 @@ static void split_rows(const kv_format& f, const Sides& d, const Where& w, int R
       for (int c = 0; c < wv; c++) out[r * wv + c] = NAN;
       std::memset(s[r], 0, sizeof(float) * end);
       if (v_words) weights.take(*d.v, r, s[r], end);
+      if (groups) by_group.weigh(r, s[r], end, groups);
       continue;
     }
     X top = set1(NEG_INF);
@@ -346,6 +356,7 @@ static void split_rows(const kv_format& f, const Sides& d, const Where& w, int R
       std::memset(s[r], 0, sizeof(float) * end);
       std::memset(out + r * wv, 0, sizeof(float) * wv);
       if (v_words) weights.take(*d.v, r, s[r], end);
+      if (groups) by_group.weigh(r, s[r], end, groups);
       continue;
     }
     X sum = set1(0.f);
@@ -364,6 +375,11 @@ static void split_rows(const kv_format& f, const Sides& d, const Where& w, int R
       if (folds(f.v)) shift = fma(p, load(v_shift + t), shift), p = mul(p, load(v_scale + t));
       store(&s[r][t], p);
     }
+    if (groups) {
+      by_group.weigh(r, s[r], end, groups);
+      by_group.start(d.of[2], f.v.slots, out + r * wv);
+      continue;
+    }
     const float z0 = hsum(shift) + (v_words ? weights.take(*d.v, r, s[r], end) : 0.f);
     for (int c = 0; c < wv; c++) out[r * wv + c] = z0;
   }
@@ -371,7 +387,13 @@ static void split_rows(const kv_format& f, const Sides& d, const Where& w, int R
   if (v_words) return;
   for (int t = 0; t < end; t += 16) {
     const int from = t < skip ? skip - t : 0, to = n - t < 16 ? n - t : 16;
-    const float* x = read_rows(f.v, d.v, d.of[2], w, token[t / 16] + from, to - from, buf);
+    const float* x = read_rows(f.v, d.v, d.of[2], w, token[t / 16] + from, to - from, buf, !groups);
+    if (groups) {
+#define KV_CALL(N) by_group.mix<N>(d.of[2], x, f.v.slots, t + from, to - from, out, wv)
+      KV_ROWS(R, KV_CALL)
+#undef KV_CALL
+      continue;
+    }
 #define KV_CALL(N) mix16<N>(&s[0][t + from], SPLIT, x, f.v.slots, to - from, out, wv)
     KV_ROWS(R, KV_CALL)
 #undef KV_CALL
