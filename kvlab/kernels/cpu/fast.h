@@ -1,8 +1,10 @@
-// The fast arithmetic of decoding rows (inside attend.h's namespace): codes stay integers. Queries and probabilities become
-// integers up to 2^14, so do a table's entries (2^13 and less for values and wide heads: word_top), sums of products are
-// exact in int32. That costs a rounding of 2^-15 of a query's largest channel and of a table's range, and, in the sum of a
+// The fast arithmetic of decoding rows: codes stay integers. Queries and probabilities become integers up to 2^14, so do a
+// table's entries (2^13 and less for values and wide heads: word_top), sums of products are exact in int32. That costs a rounding of 2^-15 of a query's largest channel and of a table's range, and, in the sum of a
 // split's weights, of at most 2^-11 of the largest.
+#pragma once
+#include "sums.h"
 
+namespace {
 // scores [R][16] of int16 queries [R][W] and sixteen tokens [16][W].
 template <int R> static void dot16_words(const int16_t* q, int ldq, const int16_t* x, int W, float* scores) {
   constexpr int T = R > 3 ? 2 : 4;
@@ -87,3 +89,4 @@ struct Weights16 {  // of a split: probability times scale. A token without weig
 #undef KV_CALL
   }
 };
+}  // namespace

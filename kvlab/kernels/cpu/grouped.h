@@ -1,6 +1,8 @@
-// Values with several scales a token (inside attend.h's namespace): they multiply the weights of their group's channels, not
-// the sixteen channels of every token. Needs slots of which each half lies in one group (Lanes.halves).
+// Values with several scales a token: they multiply the weights of their group's channels, not every token's channels. Needs slots of which each half lies in one group (Lanes.halves).
+#pragma once
+#include "sums.h"
 
+namespace {
 struct Grouped {
   alignas(64) float scale[MAX_GROUPS][SPLIT], shift[MAX_GROUPS][SPLIT], p[MAX_GROUPS][MAX_R][SPLIT];
   float sum[MAX_GROUPS];  // of weight * shift, of the row that was weighed last
@@ -46,3 +48,4 @@ struct Grouped {
     }
   }
 };
+}  // namespace

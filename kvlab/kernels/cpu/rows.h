@@ -1,0 +1,211 @@
+// A layer's format and what a step sees of it; tokens of a page as floats with their scales; holes; prefetching.
+#pragma once
+#include "format.h"
+
+struct kv_format {       // of one layer; made once
+  int32_t size;          // sizeof(kv_format): the caller's idea of it
+  int32_t heads, group;  // Hk kv heads, G query heads each
+  int32_t block, keys;   // tokens a block; sides of K (2 = codes and a sketch beside them)
+  float scale;           // multiplies q.k
+  int32_t dim;           // channels of a query and of an output, D
+  int32_t fast;          // decoding rows multiply integers of up to 15 bits where pages hold codes (fast.h)
+  const float *turn, *back;  // the codec's basis, null = the model's: q' = q turn, [1 | Hk, D, width of the keys]; out = o
+  const float* turn_v;           // back, [1 | Hk, width of the values, D]; turn_v its transpose, for writing
+  int64_t turn_head, back_head;  // floats from one head's to the next's, 0 = shared
+  const int32_t* group_of;  // [Hk] row of `table` for each head
+  const int64_t* offset;    // [Hk] block row = id * stride + offset[h]
+  int64_t stride;
+  const uint8_t* valid;     // [block rows, B] 0 = a hole that no row sees; null = every slot in [lo, hi) is there
+  kv_side k[2], v;
+};
+
+struct kv_view {         // what the rows of some sequences see; made once a step
+  int32_t size;
+  int32_t N, groups, blocks, rows;  // sequences, tables each, blocks a table, rows of the longest sequence
+  const int32_t* table;             // [N, groups, blocks] block ids
+  const int32_t *lo, *hi;           // [N, groups, rows] slots [lo, hi) that a row sees
+  const int32_t *first, *count;     // [N] packed row of the first query, number of queries
+};
+
+namespace {
+constexpr int SPLIT = 256, TILE = 64, ROWS = 96, MAX_R = 4, AHEAD = 64, MAX_GROUPS = 8;
+constexpr float LOG2E = 1.44269504088896341f, LN2 = 0.693147180559945309f;
+
+constexpr float QUERY_TOP = 16383.f;
+static int word_top(int products) {  // the largest word of which so many, times a query's or a weight's, fit int32
+  const int64_t most = (((int64_t)1 << 31) - 1) / ((int64_t)QUERY_TOP * products);
+  return most < 16383 ? (int)most : 16383;
+}
+
+struct Lanes {  // of a side whose scales are finer than one per token
+  bool runs;  // every slot is sixteen channels in a row
+  int halves;  // groups, if each half of every slot lies in one of at most MAX_GROUPS; else 0
+  int32_t group[MAX_SLOTS * 16];
+};
+struct Sides {
+  const Decoder *k[2], *v;
+  Storage store[3];
+  Lanes of[3];
+};
+
+static void open_lanes(const kv_side& s, Lanes& to) {
+  to.runs = true;
+  for (int c = 0; c < s.slots * 16; c++) {
+    to.group[c] = s.channel[c] < 0 || s.axis != KV_TOKEN ? 0 : s.channel[c] / s.group;
+    if (s.channel[c] != s.channel[c & ~15] + (c & 15)) to.runs = false;
+  }
+  to.halves = s.axis == KV_TOKEN && s.width / s.group <= MAX_GROUPS ? s.width / s.group : 0;
+  for (int c = 0; c < s.slots * 16; c++)
+    if (to.group[c] != to.group[c & ~7]) to.halves = 0;
+}
+static void open_sides(const kv_format& f, Sides& s) {
+  for (int i = 0; i < f.keys; i++) s.k[i] = decoder(f.k[i], s.store[i], f.fast ? word_top(2 * f.k[i].slots) : 0), open_lanes(f.k[i], s.of[i]);
+  s.v = decoder(f.v, s.store[2], f.fast ? word_top(16) : 0);
+  open_lanes(f.v, s.of[2]);
+}
+static int lanes(const kv_side& s) { return s.slots * 16; }
+static int key_lanes(const kv_format& f) { return lanes(f.k[0]) + (f.keys > 1 ? lanes(f.k[1]) : 0); }
+
+KV_INLINE int f_min(int a, int b) { return a < b ? a : b; }
+KV_INLINE int f_max(int a, int b) { return a > b ? a : b; }
+KV_INLINE float f_max(float a, float b) { return a > b ? a : b; }
+
+struct Where {  // of one sequence and head
+  const kv_format& f;
+  const int32_t* table;
+  int h;
+  KV_INLINE int64_t row(const Where& w, int slot) { return w.table[slot / w.f.block] * w.f.stride + w.f.offset[w.h]; }
+  KV_INLINE int64_t token(const Where& w, int slot) { return row(w, slot) * w.f.block + slot % w.f.block; }
+};
+
+// Below, `token` is Where::token of a slot; what follows it in the block follows it there too.
+
+// n slots that are holes: their scores become -inf.
+KV_INLINE void punch(const Where& w, int64_t token, int n, float* scores) {
+  if (!w.f.valid) return;
+  const uint8_t* valid = w.f.valid + token;
+  for (int t = 0; t < n; t++)
+    if (!valid[t]) scores[t] = NEG_INF;
+}
+
+// Zero where there is a hole; also written to `to`.
+KV_INLINE X holes(const Where& w, int64_t token, X x, float* to) {
+  alignas(64) float v[16];
+  store(v, x);
+  const uint8_t* valid = w.f.valid + token;
+  for (int t = 0; t < 16; t++) v[t] = valid[t] ? v[t] : 0.f;
+  if (to) store(to, load(v));
+  return load(v);
+}
+
+// Like holes, for sixteen slots of which only those in [a, b) are looked at.
+KV_INLINE X present(const Where& w, int slot, int a, int b, X x) {
+  alignas(64) float v[16];
+  store(v, x);
+  for (int t = f_max(a - slot, 0); t < 16 && slot + t < b; t++)
+    if (!w.f.valid[Where::token(w, slot + t)]) v[t] = 0.f;
+  return load(v);
+}
+
+// One scale (and zero) per token can be applied to scores and probabilities; anything finer goes to the rows.
+KV_INLINE bool folds(const kv_side& s) { return s.axis == KV_TOKEN && s.group == s.width; }
+
+// Whether the fast arithmetic takes a side (fast.h): a scale per token, none, or, of keys, one per channel.
+KV_INLINE bool as_words(const kv_side& s, const Decoder& d, bool key) {
+  return d.step != 0.f && (folds(s) || s.axis == KV_NONE || (key && s.axis == KV_BLOCK));
+}
+
+// Scale and shift of each lane for the group of tokens that `token` is in (KV_BLOCK; a group divides a block).
+static void block_scales(const kv_side& s, const Lanes& of, int64_t token, float* scale, float* shift) {
+  const int64_t at = token / s.group * s.width;
+  for (int c = 0; c < lanes(s); c += 16) {
+    if (of.runs) {
+      X a = meta_load(s.scale, s.meta, at + s.channel[c]);
+      store(scale + c, a);
+      store(shift + c, s.zero ? fma(a, set1(s.mid), meta_load(s.zero, s.meta, at + s.channel[c])) : set1(0.f));
+      continue;
+    }
+    for (int l = c; l < c + 16; l++) {
+      const int ch = s.channel[l] < 0 ? 0 : s.channel[l];
+      scale[l] = meta_at(s.scale, s.meta, at + ch);
+      shift[l] = s.zero ? meta_at(s.zero, s.meta, at + ch) + scale[l] * s.mid : 0.f;
+    }
+  }
+}
+
+// Rows x = scale * x + (zero + scale * mid): scales per group of channels, or per channel and group of tokens.
+static void scale_rows(const kv_side& s, const Lanes& of, int64_t token, int n, float* x) {
+  const int W = lanes(s), groups = s.width / s.group;
+  if (s.axis == KV_BLOCK) {
+    float sc[MAX_SLOTS * 16], sh[MAX_SLOTS * 16];
+    for (int t = 0; t < n;) {
+      block_scales(s, of, token + t, sc, sh);
+      for (int end = t + s.group - (int)((token + t) % s.group); t < n && t < end; t++)
+        for (int c = 0; c < W; c += 16) store(x + t * W + c, fma(load(x + t * W + c), load(sc + c), load(sh + c)));
+    }
+    return;
+  }
+  int64_t at = token * groups;
+  for (int t = 0; t < n; t++, x += W, at += groups) {
+    if (groups > 16) {
+      for (int c = 0; c < W; c++) {
+        const float a = meta_at(s.scale, s.meta, at + of.group[c]);
+        x[c] = x[c] * a + (s.zero ? meta_at(s.zero, s.meta, at + of.group[c]) + a * s.mid : 0.f);
+      }
+      continue;
+    }
+    const X a = meta_few(s.scale, s.meta, at, groups);
+    const X b = s.zero ? fma(a, set1(s.mid), meta_few(s.zero, s.meta, at, groups)) : set1(0.f);
+    for (int c = 0; c < W; c += 16)
+      store(x + c, fma(load(x + c), permute(a, of.group + c, groups), permute(b, of.group + c, groups)));
+  }
+}
+
+// n tokens of a side (all in one block), as stored; float32 pages are read where they lie.
+static const float* read_rows(const kv_side& s, const Decoder* d, const Lanes& of, const Where& w, int64_t token, int n, float* buf, bool scaled = true) {
+  const uint8_t* row = s.codes + token * s.row_bytes;
+  if (s.kind == KV_F32 && s.axis == KV_NONE && !w.f.valid) return (const float*)row;
+  d->rows(s, row, n, buf);
+  if (scaled && s.axis != KV_NONE && !folds(s)) scale_rows(s, of, token, n, buf);
+  for (int t = 0; w.f.valid && t < n; t++)  // nothing that lies in a hole may reach a sum, not even times zero
+    if (!w.f.valid[token + t]) std::memset(buf + t * lanes(s), 0, sizeof(float) * lanes(s));
+  return buf;
+}
+
+// Scale and shift of sixteen tokens of a side that folds.
+KV_INLINE void token_scales(const kv_side& s, int64_t at, X& scale, X& shift) {
+  scale = meta_load(s.scale, s.meta, at);
+  if (s.scale2) scale = mul(scale, meta_load(s.scale2, s.meta, at));
+  shift = s.zero ? fma(scale, set1(s.mid), meta_load(s.zero, s.meta, at)) : set1(0.f);
+}
+
+// A query with a NaN or an infinity has no result: comparisons would lose it, and the row would look like an empty one.
+static bool finite(const float* x, int n) {
+  X sum = set1(0.f);
+  for (int i = 0; i < n; i += 16) sum = fma(load(x + i), set1(0.f), sum);
+  return hsum(sum) == 0.f;
+}
+
+static void slot_order(const kv_side& s, const float* q, float by, float* out) {
+  for (int c = 0; c < lanes(s); c++) out[c] = s.channel[c] < 0 ? 0.f : q[s.channel[c]] * by;
+}
+
+// Pages are scattered: the hardware stops at each one's end, so the next ones are asked for by hand, scales too.
+KV_INLINE void prefetch(const uint8_t* p, int64_t bytes) {
+  for (int64_t b = 0; b < bytes; b += 64) KV_PREFETCH(p + b);
+}
+KV_INLINE void prefetch_rows(const kv_side& s, int64_t token) {
+  const int64_t meta = s.meta == KV_F32 ? 4 : 2;
+  prefetch(s.codes + token * s.row_bytes, 16 * s.row_bytes);
+  if (s.axis == KV_TOKEN) {
+    const int64_t each = s.width / s.group * meta;
+    prefetch(s.scale + token * each, 16 * each);
+    if (s.zero) prefetch(s.zero + token * each, 16 * each);
+    if (s.scale2) prefetch(s.scale2 + token * each, 16 * each);
+  } else if (s.axis == KV_BLOCK && token % s.group == 0) {
+    const int64_t each = s.width * meta, at = token / s.group;
+    prefetch(s.scale + at * each, each);
+    if (s.zero) prefetch(s.zero + at * each, each);
+  }
+}
+}  // namespace
