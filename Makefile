@@ -31,7 +31,7 @@ demo: venv  ## the main job on a real model: one method against the full cache, 
 	$(PY) -m kvlab +method=turboquant
 
 test: venv  ## the test suite (CPU, minutes)
-	$(PY) -m pytest -q -n 2 -m "not slow"
+	$(PY) -m pytest -q -rs -n 2 -m "not slow"
 
 check: venv  ## format, lint, import floors
 	$(VENV)/bin/ruff format --check .
@@ -42,7 +42,7 @@ soak: venv  ## the long random walks and sweeps that CI leaves out
 	$(PY) -m pytest -q -m slow
 
 BENCHES := decode_attention caches overhead vs_transformers vs_llamacpp decode prefill continuous
-bench: venv  ## speed against transformers and llama.cpp, 25 minutes; writes benchmarks/results (QUICK=--quick: a trial)
+bench: venv  ## speed against transformers and llama.cpp, 40 minutes; writes benchmarks/results (QUICK=--quick: a trial)
 	@failed=; for b in $(BENCHES); do echo "== $$b"; $(PY) benchmarks/$$b.py --rounds $(ROUNDS) $(QUICK) \
 	  || failed="$$failed $$b"; done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 

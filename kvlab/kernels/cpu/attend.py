@@ -64,6 +64,7 @@ class Layers:
         self.group_of = np.ascontiguousarray(group_of, np.int32)
         self.offset = np.ascontiguousarray(offset, np.int64)
         self.formats = [self._format(i, stride, scale, fast) for i in range(len(group_of))]
+        self.addresses = np.array([ctypes.addressof(f) for f in self.formats], np.int64)
         self._work = torch.empty(0)
         self._checked: kv_view | None = None
 

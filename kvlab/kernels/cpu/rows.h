@@ -68,7 +68,6 @@ static int key_lanes(const kv_format& f) { return lanes(f.k[0]) + (f.keys > 1 ? 
 
 KV_INLINE int f_min(int a, int b) { return a < b ? a : b; }
 KV_INLINE int f_max(int a, int b) { return a > b ? a : b; }
-KV_INLINE float f_max(float a, float b) { return a > b ? a : b; }
 
 struct Where {  // of one sequence and head
   const kv_format& f;

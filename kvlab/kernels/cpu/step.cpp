@@ -18,7 +18,7 @@ static bool matrix_ok(const kv_matrix& m) {
   return m.kind != KV_DENSE_INT8 || (m.scale && m.top >= 1.f && m.top <= 32767.f);
 }
 
-KV_API int32_t kv_width(int32_t outputs) { return (outputs + UNIT - 1) / UNIT * UNIT; }
+static int32_t kv_width(int32_t outputs) { return (outputs + UNIT - 1) / UNIT * UNIT; }
 
 KV_API int32_t kv_check_matrix(const kv_matrix* m) {
   return m->size != (int32_t)sizeof(kv_matrix) ? KV_BAD_SIZE : matrix_ok(*m) ? KV_OK : KV_BAD_FORMAT;

@@ -97,7 +97,7 @@ class Turn:
 
     def _formats(self, layers: Layers) -> int:
         self.libs.add(layers.lib)
-        return self._pointers(layers, np.array([ctypes.addressof(f) for f in layers.formats], np.int64))
+        return self._pointers(layers, layers.addresses)
 
     def _by_layer(self, layers: Layers, rows: Tensor) -> int:
         self.kept.append(rows := rows.contiguous())

@@ -315,7 +315,8 @@ def test_denormal_numbers_survive_loading_and_the_process_has_one_openmp(source,
         SOURCE + "#include <omp.h>\nKV_API int threads() { return omp_get_max_threads(); }\n"
     )
     loaded = lib.load("generic", source=source, root=root)
-    if loaded.library is None or not hasattr(loaded.library, "threads"):
+    assert loaded.library is not None, loaded.reason
+    if not hasattr(loaded.library, "threads"):
         pytest.skip("this compiler has no OpenMP")
     assert check.keeps_denormals()
     assert (torch.tensor([1e-40]) * 1.0).item() > 0
