@@ -1,0 +1,132 @@
+"""Kernels bound to the arrays of a cache class: the same entry points as the CPU's (kernels/cpu/attend.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from kvlab.kernels.format import Format
+from kvlab.kernels.triton import sides
+from kvlab.kernels.triton.attend import attend
+from kvlab.kernels.triton.merge import merge
+from kvlab.kernels.triton.tiles import SPLIT, attend_tiles
+
+TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """Rows of N sequences and what each sees, on the device.
+
+    table   int32 [N, groups, blocks]  block ids       lo, hi  int32 [N, groups, rows]  slots [lo, hi) of each row
+    first   int32 [N]  where a sequence's first query row is     count  int32 [N]  its rows (1 = a decoding row)
+    most    the most rows that a sequence has
+    """
+
+    table: Tensor
+    lo: Tensor
+    hi: Tensor
+    first: Tensor
+    count: Tensor
+    most: int
+
+    @classmethod
+    def of(
+        cls, table: np.ndarray, lo: np.ndarray, hi: np.ndarray, first: np.ndarray, count: np.ndarray,
+        device: torch.device | str = "cpu",
+    ) -> View:  # fmt: skip
+        """One copy to the device: the arrays lie in a buffer of their own, which no later step writes."""
+        arrays = [np.ascontiguousarray(a, np.int32) for a in (table, lo, hi, first, count)]
+        flat = torch.from_numpy(np.concatenate([a.ravel() for a in arrays])).to(device)
+        parts = [x.view(a.shape) for x, a in zip(flat.split([a.size for a in arrays]), arrays)]
+        return cls(*parts, most=int(count.max()) if count.size else 0)
+
+
+class Layers:
+    """One page format over the arrays of a cache class, for each of its layers. Arguments as of the CPU's; exact:
+    float32 products, else 16-bit operands and float32 sums."""
+
+    def __init__(
+        self, fmt: Format, arrays: dict[str, Tensor], block: int, layers: list[int], group_of: np.ndarray,
+        offset: np.ndarray, stride: int, capacity: int, G: int, scale: float, exact: bool = True,
+    ) -> None:  # fmt: skip
+        if len(fmt.k) > 2:
+            raise sides.Refused(f"a key has {len(fmt.k)} parts, the kernels hold 2")
+        if block & (block - 1) or block < 16:
+            raise sides.Refused(f"blocks of {block} tokens: runtime.block must be a power of two, 16 or more")
+        if fmt.v.axis == "block":
+            raise sides.Refused("values with scales over tokens")
+        device = arrays[fmt.v.codes].device
+        self.fmt, self.block, self.layers, self.stride, self.capacity = fmt, block, layers, stride, capacity
+        self.G, self.Hk, self.scale, self.exact = G, group_of.shape[1], scale, exact
+        self.K = [sides.spec(s) for s in fmt.k]
+        self.V = sides.spec(fmt.v)
+        self.k = [sides.pointers(s, arrays) for s in fmt.k]
+        self.v = sides.pointers(fmt.v, arrays)
+        self.valid = fmt.valid and arrays[fmt.valid]
+        self.compute, self.precision = sides.compute(fmt, arrays, exact)
+        self.group_of = torch.from_numpy(np.ascontiguousarray(group_of, np.int32)).to(device)
+        self.offset = torch.from_numpy(np.ascontiguousarray(offset, np.int64)).to(device)
+        self.turn, self.back = (None if m is None else m.to(device) for m in (fmt.turn, fmt.back))
+
+    # -- reading -------------------------------------------------------------------------------------------------
+    def attend(self, i: int, view: View, q: Tensor, out: Tensor, lse: Tensor, join: bool = False) -> None:
+        """Fills out and lse, or joins them with what they hold. i: index of the layer in its class.
+
+        q [rows, H, D] and out of any float type, lse float32 [rows, H]: strided views whose row axis is what View.first
+        counts in; the last axis of q and out is dense.
+        """
+        turned = self._turned(i, q)
+        if self.back is None:
+            self._attend(i, view, turned, out, lse, join)
+            return
+        body = torch.empty((*q.shape[:2], self.V.width), dtype=torch.float32, device=q.device)
+        body_lse = torch.empty_like(lse) if join else lse
+        self._attend(i, view, turned, body, body_lse, False)
+        body = self._times(body, self.back[self.layers[i]])
+        if join:
+            self._merge(body[None], body_lse[None], out, lse, True)
+        else:
+            out.copy_(body)
+
+    def _turned(self, i: int, q: Tensor) -> Tensor:
+        return q if self.turn is None else self._times(q.float(), self.turn[self.layers[i]])
+
+    def _times(self, x: Tensor, m: Tensor) -> Tensor:
+        """x [rows, H, D] @ m [1 | Hk, D, E], a kv head's matrix for all of its query heads."""
+        if len(m) == 1:
+            return x @ m[0]
+        return torch.einsum("rhgd,hde->rhge", x.unflatten(1, (self.Hk, self.G)), m).flatten(1, 2)
+
+    def _attend(self, i: int, view: View, q: Tensor, out: Tensor, lse: Tensor, join: bool) -> None:
+        decode = view.most == 1
+        t = attend_tiles(self.fmt, self.block, self.G, decode, self.exact)
+        N, groups, blocks = view.table.shape
+        splits = -(-blocks * self.block // SPLIT) if decode else 1
+        to, to_lse = out[None], lse[None]
+        if splits > 1 or join:
+            to = torch.empty((splits, *out.shape), dtype=torch.float32, device=q.device)
+            to_lse = torch.empty((splits, *lse.shape), dtype=torch.float32, device=q.device)
+        if N and view.most:
+            attend[(splits * -(-view.most // t.tokens), self.Hk, N)](
+                q, to, to_lse, self.k[0], self.k[1] if len(self.k) > 1 else None, self.v, self.valid, view.table,
+                view.lo, view.hi, view.first, view.count, self.group_of[i], self.offset[i], q.stride(0), q.stride(1),
+                *to.stride()[:3], *to_lse.stride(), blocks, groups, view.lo.shape[2], splits, self.stride, self.scale,
+                K=self.K[0], K2=self.K[1] if len(self.K) > 1 else None, V=self.V, B=self.block, G=self.G,
+                TOKENS=t.tokens, BM=t.rows, BN=t.slots, SPLIT=SPLIT if splits > 1 else 0, CT=TYPES[self.compute],
+                IP=self.precision, num_warps=t.warps, num_stages=t.stages,
+            )  # fmt: skip
+        if to.data_ptr() != out.data_ptr():
+            self._merge(to, to_lse, out, lse, join)
+
+    @staticmethod
+    def _merge(part: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor, join: bool) -> None:
+        rows, H, W = out.shape
+        merge[(rows, H)](
+            part, part_lse, out, lse, *part.stride()[:3], *part_lse.stride(), *out.stride()[:2], *lse.stride(),
+            len(part), W=W, PAD=1 << (W - 1).bit_length(), BS=8, JOIN=join, num_warps=2,
+        )  # fmt: skip
