@@ -11,7 +11,6 @@ One step of the runtime, per layer: `write` (exact post-RoPE k, v go to pages; c
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +27,7 @@ from kvlab.codec import Codec
 from kvlab.errors import ConfigError
 from kvlab.families.pruner import Evictable, Pruner
 from kvlab.kernels.attention import Partial, mass, merge, partial
+from kvlab.kernels.backend import Backend
 from kvlab.kernels.cpu.turn import Turn
 from kvlab.kernels.format import exact
 
@@ -63,8 +63,8 @@ class Compressor:
     def __init__(self, codec: Codec, pruner: Pruner | None = None) -> None:
         self.codec, self.pruner = codec, pruner
         self.counters = Counters()
-        self.kernels: ctypes.CDLL | None = None  # the CPU kernels' library; None = the torch path
-        self.fast = False  # integer products of decoding rows, where the kernels have them
+        self.kernels: Backend | None = None  # None = the torch path
+        self.fast = False  # products of fewer bits in decoding rows, where the kernels have them
         self.packed: Packed | None = None  # attention on packed pages, None = the torch path
 
     @property
@@ -91,7 +91,7 @@ class Compressor:
         self.packed, fmt = None, self.codec.page_format()
         tail = exact(geom.dtype, geom.D)
         if self.kernels is not None and fmt is not None and tail is not None:
-            self.packed = Packed(self.kernels, self.label(), geom.G, geom.scale, fmt, tail, self.fast)
+            self.packed = Packed(self.kernels, self.label(), geom, fmt, tail, self.fast)
         regions = self.codec.regions(geom, block)
         self.names = tuple(r.name for r in regions)  # what a tile of encoded slots is made of
         has_tail = self.codec.scope == "block" or self.codec.residual > 0
@@ -201,7 +201,7 @@ class Compressor:
         out = torch.empty((1, p.step.T, H, D), dtype=q.dtype, device=q.device)
         for bucket in p.step.buckets:
             watched = self.pruner is not None and p.t.window is None and self.pruner.watches(bucket)
-            if not watched and q.dtype == torch.float32 and self._packed(p, bucket):
+            if not watched and self._packed(p, bucket) and self.kernels.takes(q.dtype):
                 self.packed.attend_rows(layer, rows_q, out[0], p, bucket)
                 continue
             n, r = len(bucket.members), bucket.rows
@@ -300,6 +300,11 @@ class Compressor:
         return out
 
     # -- after the forward pass ----------------------------------------------------------------------------------
+    def settle(self) -> None:
+        """Raises NonFinite for a number that kernels could not store in this step; nothing else waits for them."""
+        if self.packed is not None:
+            self.packed.settle()
+
     def evict(self, pages: StepPages) -> None:
         """Let the pruner choose, then compact. The whole batch at once."""
         if self.pruner is None:

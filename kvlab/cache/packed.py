@@ -6,7 +6,6 @@ tiles are cut from.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 from typing import TYPE_CHECKING
 
@@ -14,14 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvlab.cache.layout import Geom
 from kvlab.cache.pages import Pages
 from kvlab.cache.step import Bucket
 from kvlab.cache.tables import ClassTables
 from kvlab.cache.tiles import Source, Tile
-from kvlab.kernels.cpu.attend import Layers, View
-from kvlab.kernels.cpu.structs import Refused
+from kvlab.kernels.backend import Backend, Layers, View
 from kvlab.kernels.cpu.turn import Turn
-from kvlab.kernels.format import Format
+from kvlab.kernels.format import Format, Refused
+from kvlab.kernels.meta import NonFinite
 
 if TYPE_CHECKING:
     from kvlab.cache.paged import StepPages
@@ -33,10 +33,8 @@ Bound = dict[Source, Layers]
 class Packed:
     """The kernels for one method: `body` and, where there is an exact tail, `tail` say what pages mean."""
 
-    def __init__(
-        self, library: ctypes.CDLL, label: str, G: int, scale: float, body: Format, tail: Format, fast: bool = False
-    ) -> None:
-        self.library, self.label, self.G, self.scale, self.fast = library, label, G, scale, fast
+    def __init__(self, backend: Backend, label: str, geom: Geom, body: Format, tail: Format, fast: bool) -> None:
+        self.backend, self.label, self.geom, self.fast = backend, label, geom, fast
         self.formats: dict[Source, Format] = {"body": body, "tail": tail}
         self.warning = ""  # what a run should know, once the kernels were asked
         self._bound: dict[ClassTables, Bound | None] = {}
@@ -63,10 +61,20 @@ class Packed:
         arrays, pool = (t.arrays, t.pool) if source == "body" else (t.tail_arrays, t.tail_pool)
         flat = {n: arrays.token_rows.get(n, rows) for n, rows in arrays.block_rows.items()}
         offset = t.layer_in * t.heads_of_group + t.head_in
-        return Layers(
-            self.library, self.formats[source], flat, t.block, t.layers, t.group_of, offset,
-            t.layers_of_group * t.heads_of_group, pool.n_blocks, self.G, self.scale, self.fast,
+        return self.backend.layers(
+            self.formats[source], flat, t.block, t.layers, t.group_of, offset,
+            t.layers_of_group * t.heads_of_group, pool.n_blocks, self.geom.G, self.geom.scale, dtype=self.geom.dtype,
         )  # fmt: skip
+
+    def settle(self) -> None:
+        """After a step: NonFinite if kernels that do not wait have met a number that cannot be stored."""
+        bad = sorted({i for bound in self._bound.values() if bound for x in bound.values() for i in x.bad()})
+        if bad:
+            raise NonFinite(
+                f"{self.label}: layers {bad}: a key or value is NaN or infinite, or its scale does not fit its type. "
+                "Ways out: runtime.kernels=off names the number and its place; a float32 type for scales "
+                "(method.meta_dtype or norm_dtype) if they are too large for float16."
+            )
 
     # -- writing: False = it is up to the reference, which also says what is wrong with a bad number ---------------
     def append(self, layer: int, k: Tensor, v: Tensor, p: Pages) -> bool:
@@ -74,7 +82,7 @@ class Packed:
         bound, to = self.bound(p.t), "body" if p.t.tail is None else "tail"
         if bound is None or not bound[to].appends:
             return False
-        return bound[to].append(p.t.layer_index[layer], k[0].float(), v[0].float(), p.write_rows(layer))
+        return bound[to].append(p.t.layer_index[layer], k[0], v[0], p.write_rows(layer))
 
     def seal(self, layer: int, p: Pages, src: Tensor, dst: Tensor) -> bool:
         """Block rows src of the tail, encoded to block rows dst of the body."""
@@ -89,20 +97,20 @@ class Packed:
         return not (p.builder.exact and bucket.prefill and p.t.tail is None) and self.bound(p.t) is not None
 
     def attend_rows(self, layer: int, q: Tensor, out: Tensor, p: Pages, bucket: Bucket) -> None:
-        """q, out float32 [T, H, D]: the bucket's rows where they lie."""
-        self._attend(layer, q, out, torch.empty(q.shape[:2]), p, bucket, folded=False)
+        """q, out [T, H, D]: the bucket's rows where they lie, in a type that the kernels take."""
+        self._attend(layer, q, out, torch.empty(q.shape[:2], device=q.device), p, bucket, folded=False)
 
     def attend(self, layer: int, q: Tensor, p: Pages, bucket: Bucket) -> tuple[Tensor, Tensor]:
         """q [N, Hk, G * rows, D] -> (out, lse) float32; rows that only pad the bucket are zero."""
         q, rows = q.float().contiguous(), bucket.rows
-        out, lse = torch.zeros_like(q), torch.zeros(q.shape[:3])
+        out, lse = torch.zeros_like(q), torch.zeros(q.shape[:3], device=q.device)
         self._attend(layer, _strided(q, rows), _strided(out, rows), _strided(lse, rows), p, bucket, folded=True)
         return out, lse
 
     def _attend(self, layer: int, q: Tensor, out: Tensor, lse: Tensor, p: Pages, bucket: Bucket, folded: bool) -> None:
         join = False
         for source, layers in self.bound(p.t).items():
-            if (seen := view(p, bucket, source, folded)) is not None:
+            if (seen := self.view(p, bucket, source, folded)) is not None:
                 layers.attend(p.t.layer_index[layer], seen, q, out, lse, join)
                 join = True
 
@@ -110,57 +118,72 @@ class Packed:
     def turn(self, pages: StepPages, encodes: bool) -> Turn | None:
         """A step's writing, sealing and reading of all layers; None if some of it is not the kernels'. encodes: a
         written token counts as encoded where there is no tail."""
+        if not self.backend.whole or not self.all_of(pages):
+            return None
         turn = Turn(pages.cache.plan.geom.L)
         for p in pages.by_class:
             bound, to = self.bound(p.t), "body" if p.t.tail is None else "tail"
-            if bound is None or not bound[to].appends or not all(self.reads(p, b) for b in p.step.buckets):
-                return None
             turn.write(bound[to], p.all_write_rows())
             turn.encoded += encodes * len(p.t.layers) * (p.t.tail is None)
             if (pairs := p.all_seal_rows()) is not None:
-                (src, dst, real), tail = pairs, p.t.tail_arrays.block_rows
-                if real is not None or not self._seals(bound, p):
-                    return None
+                (src, dst, _), tail = pairs, p.t.tail_arrays.block_rows
                 turn.move(bound["body"], tail["k"], tail["v"], src, dst)
                 turn.encoded += dst.numel()
             for bucket in p.step.buckets:
-                views = [(layers, view(p, bucket, source, folded=False)) for source, layers in bound.items()]
+                views = [(layers, self.view(p, bucket, source, folded=False)) for source, layers in bound.items()]
                 for j, (layers, seen) in enumerate([x for x in views if x[1] is not None]):
                     turn.read(layers, seen, join=j > 0)
         return turn
 
-    @staticmethod
-    def _seals(bound: Bound, p: Pages) -> bool:
+    def all_of(self, pages: StepPages) -> bool:
+        """Whether kernels do everything between the model and its pages in this step."""
+        for p in pages.by_class:
+            bound, to = self.bound(p.t), "body" if p.t.tail is None else "tail"
+            if bound is None or not bound[to].appends or not all(self.reads(p, b) for b in p.step.buckets):
+                return False
+            pairs = p.all_seal_rows()
+            if pairs is not None and (pairs[2] is not None or not self._seals(bound, p)):
+                return False
+        return True
+
+    def _seals(self, bound: Bound, p: Pages) -> bool:
         tail = p.t.tail_arrays.block_rows
-        return bound["body"].seals and len(tail) == 2 and tail["k"].dtype == torch.float32
+        return bound["body"].seals and len(tail) == 2 and self.backend.takes(tail["k"].dtype)
 
     def received(self, layer: int, q: Tensor, lse: Tensor, p: Pages, bucket: Bucket) -> list[tuple[Tile, Tensor]]:
         """Compressor.received, a source at a time."""
         q, lse, out = q.float().contiguous(), lse.contiguous(), []
         for source, layers in self.bound(p.t).items():
-            if (seen := view(p, bucket, source, folded=True)) is None:
+            if (seen := self.view(p, bucket, source, folded=True)) is None:
                 continue
-            tile = p.builder.whole(bucket, source, layer, seen.struct.blocks)
+            tile = p.builder.whole(bucket, source, layer, seen.blocks)
             rows = _strided(q, bucket.rows), _strided(lse, bucket.rows)
             out.append((tile, layers.mass(p.t.layer_index[layer], seen, *rows, tile.width)))
         return out
 
+    def view(self, p: Pages, bucket: Bucket, source: Source, folded: bool) -> View | None:
+        """What the bucket's rows see of a source, made once a step; None = nothing. folded: query rows come as
+        [Nb, H, rows], so that sequence n's start at n * H * rows; else they are the packed rows of the step."""
+        key = (id(bucket), source, folded)
+        if key not in p.views:
+            arrays = seen(p, bucket, source, folded)
+            p.views[key] = None if arrays is None else self.backend.view(*arrays)
+        return p.views[key]
 
-def view(p: Pages, bucket: Bucket, source: Source, folded: bool) -> View | None:
-    """What the bucket's rows see of a source, made once a step; None = nothing. folded: query rows come as
-    [Nb, H, rows], so that sequence n's start at n * H * rows; else they are the packed rows of the step."""
-    key = (id(bucket), source, folded)
-    if key not in p.views:
-        t, m = p.t, bucket.members
-        lo, hi = p.builder.visible(bucket, source)
-        some = hi > lo
-        lo, hi = np.where(some, lo, 0), np.where(some, hi, 0)
-        end = int(hi.max())
-        table = t.body if source == "body" else t.tail
-        span = table[p.step.cache_rows[m], :, : -(-end // t.block)]
-        first = np.arange(len(m)) * (p.builder.G * p.heads * bucket.rows) if folded else p.step.cu[m]
-        p.views[key] = View.of(span, lo, hi, first, p.step.q_len[m]) if end else None
-    return p.views[key]
+
+def seen(p: Pages, bucket: Bucket, source: Source, folded: bool) -> tuple[np.ndarray, ...] | None:
+    """(table, lo, hi, first, count) of a `Backend.view`; None = these rows see nothing of the source."""
+    t, m = p.t, bucket.members
+    lo, hi = p.builder.visible(bucket, source)
+    some = hi > lo
+    lo, hi = np.where(some, lo, 0), np.where(some, hi, 0)
+    end = int(hi.max())
+    if not end:
+        return None
+    table = t.body if source == "body" else t.tail
+    span = table[p.step.cache_rows[m], :, : -(-end // t.block)]
+    first = np.arange(len(m)) * (p.builder.G * p.heads * bucket.rows) if folded else p.step.cu[m]
+    return span, lo, hi, first, p.step.q_len[m]
 
 
 def _strided(x: Tensor, rows: int) -> Tensor:

@@ -13,7 +13,7 @@ from kvlab.cache.scratch import Scratch
 from kvlab.cache.step import Bucket, Step
 from kvlab.cache.tables import ClassTables, Growth
 from kvlab.cache.tiles import Source, Tile, TileBuilder
-from kvlab.kernels.cpu.attend import View
+from kvlab.kernels.backend import View
 
 
 class Pages:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvlab.errors import ConfigError
-from kvlab.kernels.cpu.isa import CHOICES
+from kvlab.kernels.dispatch import CHOICES
 
 ARITHMETIC = ("exact", "fast")
 STEPS = ("auto", "lean", "hf")

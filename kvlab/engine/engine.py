@@ -32,7 +32,7 @@ class Engine:
     def __init__(self, forward: Forward, compressor: Compressor, geom, cfg: EngineCfg, device: str = "cpu") -> None:
         self.forward, self.compressor, self.cfg = forward, compressor, cfg
         self.device = torch.device(device)
-        compressor.kernels = dispatch.library(device, cfg.kernels)
+        compressor.kernels = dispatch.backend(device, cfg.kernels, cfg.arithmetic)
         compressor.fast = cfg.arithmetic == "fast"
         plan = compressor.plan(geom, cfg.block)
         size = CacheSize(cfg.max_seqs, cfg.max_len, cfg.max_batch_tokens, cfg.pool_bytes, cfg.tile)
@@ -95,6 +95,7 @@ class Engine:
         try:
             step, pages, wanted = self._begin(work)
             logits = self._run(step, pages, seqs, wanted)
+            self.compressor.settle()
             pages.finish()
             self.compressor.evict(pages)
             self._count(step, time.perf_counter() - started)

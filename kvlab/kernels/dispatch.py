@@ -1,26 +1,84 @@
 """Which implementation of an op runs on a device; result rows carry it.
 
-Every op is a torch reference (the definition). A faster one stands beside it and is chosen here: on a CPU the compiled
-kernels of `runtime.kernels`, for everything that they hold (kernels/cpu); else the reference.
+Every op is a torch reference (the definition). A faster one stands beside it and is chosen here by `runtime.kernels`:
+on a CPU the compiled kernels (kernels/cpu), elsewhere Triton's (kernels/triton), for everything that they hold.
 """
 
 from __future__ import annotations
 
-import ctypes
+import importlib.util
+import logging
+from functools import lru_cache
 
-from kvlab.kernels.cpu import lib
+from kvlab.errors import ConfigError
+from kvlab.kernels.backend import Backend
+from kvlab.kernels.cpu import isa, lib
 
 OPS = ("attention", "encode", "decode", "select")
-COMPILED = ("attention", "encode")  # what the CPU kernels do
+COMPILED = ("attention", "encode")  # what kernels do beside the reference
+CHOICES = (*isa.CHOICES, "triton")  # of runtime.kernels
+
+log = logging.getLogger(__name__)
 
 
-def library(device: str, kernels: str) -> ctypes.CDLL | None:
-    """The compiled kernels for a device such as "cpu" or "cuda:0", None = torch. The first use ever compiles them."""
-    return lib.load(kernels).library if str(device).startswith("cpu") else None
+def backend(device: str, kernels: str = "auto", arithmetic: str = "exact") -> Backend | None:
+    """The kernels for a device such as "cpu" or "cuda:0"; None = torch. The CPU's are compiled on the first use ever.
+
+    Raises ConfigError for kernels that cannot run there.
+    """
+    fast = arithmetic == "fast"
+    if variant(device, kernels) == "triton":
+        from kvlab.kernels.triton.layers import Kernels
+
+        return Kernels(device, fast)
+    if not _cpu(device) or kernels == "off":
+        return None
+    from kvlab.kernels.cpu.attend import Kernels
+
+    loaded = lib.load(kernels)
+    return None if loaded.library is None else Kernels(loaded.library, loaded.variant, fast)
+
+
+def variant(device: str, kernels: str = "auto") -> str:
+    """What `runtime.kernels` means on a device: triton, avx512, avx2, generic or torch."""
+    if kernels == "triton" or (kernels == "auto" and not _cpu(device)):
+        why = _no_triton(device)
+        if why and kernels == "triton":
+            raise ConfigError(f"runtime.kernels=triton: {why}. Ways out: runtime.kernels=auto or off (the torch path).")
+        if why:
+            _notice(why)
+        return "torch" if why else "triton"
+    if kernels == "off" or _cpu(device):
+        return lib.load(kernels).variant
+    raise ConfigError(f"runtime.kernels={kernels} is the CPU's, the model is on {device}: use auto, triton or off.")
 
 
 def chosen(device: str, kernels: str, arithmetic: str = "exact") -> dict[str, str]:
     """{op: implementation}, and the arithmetic of decoding rows."""
-    variant = lib.load(kernels).variant if str(device).startswith("cpu") else "torch"
-    ran = {op: variant if op in COMPILED and variant != "torch" else "torch" for op in OPS}
-    return ran | {"arithmetic": "exact" if variant == "torch" else arithmetic}
+    ran = variant(device, kernels)
+    return {op: ran if op in COMPILED else "torch" for op in OPS} | {
+        "arithmetic": "exact" if ran == "torch" else arithmetic
+    }
+
+
+def _cpu(device: str) -> bool:
+    return str(device).startswith("cpu")
+
+
+def _no_triton(device: str) -> str:
+    """Why Triton's kernels cannot run on a device; "" when they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed (pip install triton)"
+    if not _cpu(device):
+        return ""
+    from kvlab.kernels.triton.layers import interpreted
+
+    return (
+        "" if interpreted() else "its kernels run on a GPU (or, for tests, in triton's interpreter: TRITON_INTERPRET=1)"
+    )
+
+
+@lru_cache(maxsize=8)
+def _notice(why: str) -> None:
+    """Said once: nothing is silently slower."""
+    log.warning("no Triton kernels, %s: the torch path runs instead, slower", why)

@@ -14,6 +14,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+
+class Refused(ValueError):
+    """Kernels cannot hold a format; the message says why. The torch path can."""
+
+
 Kind = Literal["float32", "bfloat16", "float16", "e4m3", "e5m2", "int8", "codes"]
 
 

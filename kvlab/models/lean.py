@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from kvlab.cache.paged import StepPages
 from kvlab.compressor import Compressor
 from kvlab.errors import ConfigError
+from kvlab.kernels import dispatch
 from kvlab.kernels.cpu import lib
 from kvlab.kernels.cpu.turn import Turn
 from kvlab.models.geometry import windows
@@ -102,7 +103,8 @@ class LeanRunner:
 
 def _body(model: nn.Module, weights: str, kernels: str, min_rows: int) -> Body:
     like = model.lm_head.weight
-    compiled = lib.load(kernels) if like.device.type == "cpu" else lib.Loaded("torch", reason="not a CPU")
+    native = like.device.type == "cpu" and dispatch.variant("cpu", kernels) != "triton"
+    compiled = lib.load(kernels) if native else lib.Loaded("torch", reason="those are for a CPU")
     if compiled.library is not None and like.dtype == torch.float32:
         return NativeBody(model, compiled.library, compiled.variant, weights)
     if weights == "int8":

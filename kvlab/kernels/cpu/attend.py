@@ -30,11 +30,33 @@ class View:
     struct: kv_view
     arrays: tuple[np.ndarray, ...]
 
+    @property
+    def blocks(self) -> int:
+        return self.struct.blocks
+
     @classmethod
     def of(cls, table: np.ndarray, lo: np.ndarray, hi: np.ndarray, first: np.ndarray, count: np.ndarray) -> View:
         arrays = tuple(np.ascontiguousarray(a, np.int32) for a in (table, lo, hi, first, count))
         struct = kv_view(_VIEW, *arrays[0].shape, arrays[1].shape[2], *(a.ctypes.data for a in arrays))
         return cls(struct, arrays)
+
+
+class Kernels:
+    """The CPU's `Backend` (kernels/backend.py). fast: decoding rows multiply integers where pages hold codes."""
+
+    whole = True
+
+    def __init__(self, library: ctypes.CDLL, name: str, fast: bool = False) -> None:
+        self.library, self.name, self.fast = library, name, fast
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        return dtype == torch.float32
+
+    def layers(self, *args, dtype: torch.dtype, **named) -> Layers:
+        return Layers(self.library, *args, **named, fast=self.fast)
+
+    def view(self, *arrays: np.ndarray) -> View:
+        return View.of(*arrays)
 
 
 class Layers:
@@ -85,6 +107,9 @@ class Layers:
         accept("kv_check_format", self.lib.kv_check_format(ctypes.byref(out)))
         return out
 
+    def bad(self) -> list[int]:
+        return []  # `append` and `seal` say it at once
+
     @property
     def words(self) -> int:
         """What the fast arithmetic takes of these pages: 1 keys, 2 values, 3 both, 0 nothing."""
@@ -120,6 +145,7 @@ class Layers:
 
         False: a number is not finite or does not fit its type; what those slots hold then means nothing.
         """
+        k, v = k.float(), v.float()
         dense_rows(k, v)
         bad = self.lib.kv_append(
             self.formats[i], k.data_ptr(), k.stride(0), k.stride(1), v.data_ptr(), v.stride(0), v.stride(1),

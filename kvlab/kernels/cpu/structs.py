@@ -8,7 +8,7 @@ from ctypes import POINTER, Structure, c_float, c_int16, c_int32, c_int64, c_voi
 import torch
 from torch import Tensor
 
-from kvlab.kernels.format import Format, Side
+from kvlab.kernels.format import Format, Refused, Side
 
 KINDS = {"float32": 0, "bfloat16": 1, "float16": 2, "e4m3": 3, "e5m2": 4, "int8": 5}
 UNIFORM, TABLE = 6, 7
@@ -45,10 +45,6 @@ class kv_view(Structure):
         ("size", c_int32), ("N", c_int32), ("groups", c_int32), ("blocks", c_int32), ("rows", c_int32),
         ("table", c_void_p), ("lo", c_void_p), ("hi", c_void_p), ("first", c_void_p), ("count", c_void_p),
     ]  # fmt: skip
-
-
-class Refused(ValueError):
-    """The kernels cannot hold this format; the message says why. The torch path can."""
 
 
 CODES = {-1: "struct size differs: the library is of another version", -2: "format", -3: "block id outside the pool",

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import JITFunction
 
 from kvlab.kernels.format import Format
 from kvlab.kernels.triton import sides
@@ -34,6 +35,10 @@ class View:
     count: Tensor
     most: int
 
+    @property
+    def blocks(self) -> int:
+        return self.table.shape[2]
+
     @classmethod
     def of(
         cls, table: np.ndarray, lo: np.ndarray, hi: np.ndarray, first: np.ndarray, count: np.ndarray,
@@ -44,6 +49,33 @@ class View:
         flat = torch.from_numpy(np.concatenate([a.ravel() for a in arrays])).to(device)
         parts = [x.view(a.shape) for x, a in zip(flat.split([a.size for a in arrays]), arrays)]
         return cls(*parts, most=int(count.max()) if count.size else 0)
+
+
+def interpreted() -> bool:
+    """Whether kernels run in triton's interpreter, on any device."""
+    return not isinstance(attend, JITFunction)
+
+
+class Kernels:
+    """A GPU's `Backend` (kernels/backend.py).
+
+    A float32 model's products are float32 (fast: 16-bit operands, tf32 for float32 pages); a 16-bit model's are 16 bits
+    wide, as its own are. Sums are float32.
+    """
+
+    name, whole = "triton", False
+
+    def __init__(self, device: torch.device | str, fast: bool = False) -> None:
+        self.device, self.fast = torch.device(device), fast
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        return dtype in TYPES
+
+    def layers(self, *args, dtype: torch.dtype, **named) -> Layers:
+        return Layers(*args, **named, exact=dtype == torch.float32 and not self.fast)
+
+    def view(self, *arrays: np.ndarray) -> View:
+        return View.of(*arrays, device=self.device)
 
 
 class Layers:
@@ -73,6 +105,16 @@ class Layers:
         self.offset = torch.from_numpy(np.ascontiguousarray(offset, np.int64)).to(device)
         self.turn, self.back = (None if m is None else m.to(device) for m in (fmt.turn, fmt.back))
 
+    appends = seals = False
+
+    @property
+    def words(self) -> int:
+        """What 16-bit operands take: 1 keys, 2 values, 3 both, 0 nothing."""
+        return 0 if self.exact else 3
+
+    def bad(self) -> list[int]:
+        return []
+
     # -- reading -------------------------------------------------------------------------------------------------
     def attend(self, i: int, view: View, q: Tensor, out: Tensor, lse: Tensor, join: bool = False) -> None:
         """Fills out and lse, or joins them with what they hold. i: index of the layer in its class.
@@ -85,13 +127,9 @@ class Layers:
             self._attend(i, view, turned, out, lse, join)
             return
         body = torch.empty((*q.shape[:2], self.V.width), dtype=torch.float32, device=q.device)
-        body_lse = torch.empty_like(lse) if join else lse
+        body_lse = torch.empty_like(lse)
         self._attend(i, view, turned, body, body_lse, False)
-        body = self._times(body, self.back[self.layers[i]])
-        if join:
-            self._merge(body[None], body_lse[None], out, lse, True)
-        else:
-            out.copy_(body)
+        self._merge(view, self._times(body, self.back[self.layers[i]])[None], body_lse[None], out, lse, join)
 
     def _turned(self, i: int, q: Tensor) -> Tensor:
         return q if self.turn is None else self._times(q.float(), self.turn[self.layers[i]])
@@ -121,12 +159,13 @@ class Layers:
                 IP=self.precision, num_warps=t.warps, num_stages=t.stages,
             )  # fmt: skip
         if to.data_ptr() != out.data_ptr():
-            self._merge(to, to_lse, out, lse, join)
+            self._merge(view, to, to_lse, out, lse, join)
 
     @staticmethod
-    def _merge(part: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor, join: bool) -> None:
-        rows, H, W = out.shape
-        merge[(rows, H)](
-            part, part_lse, out, lse, *part.stride()[:3], *part_lse.stride(), *out.stride()[:2], *lse.stride(),
+    def _merge(view: View, part: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor, join: bool) -> None:
+        _, H, W = out.shape
+        merge[(view.most, H, len(view.count))](
+            part, part_lse, out, lse, view.first, view.count, *part.stride()[:3], *part_lse.stride(),
+            *out.stride()[:2], *lse.stride(),
             len(part), W=W, PAD=1 << (W - 1).bit_length(), BS=8, JOIN=join, num_warps=2,
         )  # fmt: skip

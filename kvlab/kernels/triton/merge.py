@@ -10,15 +10,20 @@ from kvlab.kernels.triton.numbers import LN2, LOG2E
 
 @triton.jit
 def merge(
-    part, part_lse, out, lse, p_split, p_row, p_head, l_split, l_row, l_head, o_row, o_head, z_row, z_head, splits,
+    part, part_lse, out, lse, first_row, count, p_split, p_row, p_head, l_split, l_row, l_head, o_row, o_head, z_row,
+    z_head, splits,
     W: tl.constexpr, PAD: tl.constexpr, BS: tl.constexpr, JOIN: tl.constexpr,
 ):  # fmt: skip
-    """part float32 [splits, rows, H, W], part_lse [splits, rows, H] -> out [rows, H, W], lse [rows, H]; grid (rows, H).
+    """part float32 [splits, rows, H, W], part_lse [splits, rows, H] -> out [rows, H, W], lse [rows, H], in rows
+    first_row[n] + r, r < count[n], and in no other; grid (most rows of a sequence, H, N).
 
     JOIN: out and lse hold one partial more. A partial with lse -inf has nothing in it and is not read. Splits are taken
     BS at a time in their order: more of them that are empty change no bit.
     """
-    row, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    r, h, n = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if r >= tl.load(count + n):
+        return
+    row = tl.load(first_row + n).to(tl.int64) + r
     c = tl.arange(0, PAD)
     part += row * p_row + h * p_head
     part_lse += row * l_row + h * l_head

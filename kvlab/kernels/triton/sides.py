@@ -13,15 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvlab.kernels.format import Format, Side
+from kvlab.kernels.format import Format, Refused, Side
 from kvlab.kernels.packing import packed_bytes, planes
 
 MAX_UNITS = 16  # products of one side: each keeps a tile of its own in registers
 BY_TABLE = 4  # bits of a code that is looked up
-
-
-class Refused(ValueError):
-    """The kernels cannot hold this format; the message says why. The torch path can."""
 
 
 class Spec(NamedTuple):

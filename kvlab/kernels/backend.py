@@ -1,0 +1,74 @@
+"""What a set of kernels over packed pages offers; kernels/cpu and kernels/triton have one each, `dispatch` chooses.
+
+Without one (or where it refuses a format) methods run in torch: `Codec.encode` and `read` on gathered tiles.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvlab.kernels.format import Format
+
+
+class View(Protocol):
+    """Rows of N sequences and what each sees, as a backend's kernels take it. blocks: width of its block table."""
+
+    @property
+    def blocks(self) -> int: ...
+
+
+class Layers(Protocol):
+    """A page format over the arrays of a cache class. i: index of a layer in its class.
+
+    appends, seals   whether it encodes single tokens, and blocks of an exact tail
+    words            what `fast` arithmetic takes of these pages: 1 keys, 2 values, 3 both, 0 nothing
+    """
+
+    appends: bool
+    seals: bool
+
+    @property
+    def words(self) -> int: ...
+
+    def attend(self, i: int, view: View, q: Tensor, out: Tensor, lse: Tensor, join: bool = False) -> None:
+        """Fills out [rows, H, D] and lse float32 [rows, H], or joins them with what they hold."""
+
+    def mass(self, i: int, view: View, q: Tensor, lse: Tensor, columns: int) -> Tensor:
+        """Attention weight that each slot received, float32 [N, Hk, G, columns]; lse +inf = the row has no vote."""
+
+    def append(self, i: int, k: Tensor, v: Tensor, rows: Tensor) -> bool:
+        """Encode k, v [Hk, T, D] into token rows int64 [Hk * T]. False: the reference must do it, or say what is
+        wrong."""
+
+    def seal(self, i: int, k: Tensor, v: Tensor, src: Tensor, dst: Tensor) -> bool:
+        """Encode block rows src of exact k, v [rows, B * D] to block rows dst. False as in `append`."""
+
+    def bad(self) -> list[int]:
+        """Layers of the model in which a written number was not finite since the last call, where `append` and `seal`
+        don't wait to see it."""
+
+
+class Backend(Protocol):
+    """name: of result rows.   whole: it runs all layers of a step at once (kernels/cpu/turn.py)."""
+
+    name: str
+    whole: bool
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        """Whether queries, outputs and exact tails may have this type."""
+
+    def layers(
+        self, fmt: Format, arrays: dict[str, Tensor], block: int, layers: list[int], group_of: np.ndarray,
+        offset: np.ndarray, stride: int, capacity: int, G: int, scale: float, dtype: torch.dtype,
+    ) -> Layers:  # fmt: skip
+        """arrays {region: flat tensor, last axis = one token's row}: live storages, which must not move. group_of int
+        [layers, Hk]: table that a head reads; offset int [layers, Hk]: row of each in a block; stride: rows of a
+        block; capacity: blocks of the pool; layers: the model's number of each; dtype: the model's. Raises Refused."""
+
+    def view(self, table: np.ndarray, lo: np.ndarray, hi: np.ndarray, first: np.ndarray, count: np.ndarray) -> View:
+        """table int [N, groups, blocks], lo, hi int [N, groups, rows] slots [lo, hi) of each row, first int [N] where a
+        sequence's first query row is, count int [N] its rows."""
