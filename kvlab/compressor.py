@@ -149,14 +149,20 @@ class Compressor:
         return total, min(total, self.codec.residual + self.block + chunk)
 
     def turn(self, pages: StepPages) -> Turn | None:
-        """`write` and `attend` of all layers as the kernels do them; None where they do not do all of it, or where
-        either was replaced: then both are called layer by layer."""
-        if self.packed is None or type(self) is not Compressor or {"write", "attend"} & vars(self).keys():
-            return None
-        buckets, pruner = pages.step.buckets, self.pruner
-        if pruner is not None and (type(pruner).wrote is not Pruner.wrote or any(map(pruner.watches, buckets))):
+        """`write` and `attend` of all layers in one call of the kernels; None: both are called layer by layer."""
+        if self.packed is None or not self.packed.backend.whole or not self.kernels_do(pages):
             return None
         return self.packed.turn(pages, encodes=self.codec.family != "full")
+
+    def kernels_do(self, pages: StepPages) -> bool:
+        """Whether kernels do everything between the model and its pages in this step: nothing of the method's own
+        looks at a layer, and neither `write` nor `attend` was replaced."""
+        if self.packed is None or type(self) is not Compressor or {"write", "attend"} & vars(self).keys():
+            return False
+        buckets, pruner = pages.step.buckets, self.pruner
+        if pruner is not None and (type(pruner).wrote is not Pruner.wrote or any(map(pruner.watches, buckets))):
+            return False
+        return self.packed.all_of(pages)
 
     # -- inside a layer ------------------------------------------------------------------------------------------
     def write(self, layer: int, k: Tensor, v: Tensor, pages: StepPages) -> None:

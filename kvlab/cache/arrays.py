@@ -8,14 +8,19 @@ import torch
 from torch import Tensor
 
 from kvlab.cache.layout import Region
+from kvlab.kernels import move
+from kvlab.kernels.backend import Moves
 
 
 class Arrays:
     """Storage of `n_blocks` blocks. Block 0 is zero and stays zero; the others start as whatever memory held."""
 
     def __init__(
-        self, regions: tuple[Region, ...], n_blocks: int, layers: int, heads: int, block: int, device: torch.device
-    ) -> None:
+        self, regions: tuple[Region, ...], n_blocks: int, layers: int, heads: int, block: int, device: torch.device,
+        moves: Moves = move,
+    ) -> None:  # fmt: skip
+        """moves: who moves rows and blocks, torch by default."""
+        self.moves = moves
         self.regions = {r.name: r for r in regions}
         self.n_blocks, self.layers, self.heads, self.block = n_blocks, layers, heads, block
         self.data: dict[str, Tensor] = {}
@@ -42,8 +47,12 @@ class Arrays:
 
     def copy_blocks(self, src: Tensor, dst: Tensor) -> None:
         """Copy whole blocks, all regions and layers: copy-on-write. src, dst int64 [k], disjoint."""
-        for t in self.data.values():
-            t[dst] = t[src]
+        self.moves.copy_blocks(list(self.data.values()), src, dst)
+
+    def move_rows(self, src: Tensor, dst: Tensor) -> None:
+        """Token rows src to dst, int64 [k], of all regions: every row is read before any is written."""
+        for flat in self.token_rows.values():
+            self.moves.move_rows(flat, src, dst)
 
     def fill_garbage(self, seed: int = 0) -> None:
         """Random bytes, NaN patterns included, in every block but the null block: what tests run on."""

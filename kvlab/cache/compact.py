@@ -73,10 +73,8 @@ def _move(t: ClassTables, arrays: Arrays, old: Tensor, new: Tensor, keep: Tensor
     if not t.uniform and bool((new > 0).logical_and(new != old).any()):
         rows = [tuple(torch.cat(side) for side in zip(*rows))]
     for src, dst in rows:
-        if not len(src):
-            continue
-        for data in arrays.token_rows.values():
-            data.index_copy_(0, dst, data.index_select(0, src))
+        if len(src):
+            arrays.move_rows(src, dst)
 
 
 def _rows(

@@ -68,8 +68,7 @@ class Packed:
 
     def settle(self) -> None:
         """After a step: NonFinite if kernels that do not wait have met a number that cannot be stored."""
-        bad = sorted({i for bound in self._bound.values() if bound for x in bound.values() for i in x.bad()})
-        if bad:
+        if bad := self.backend.bad():
             raise NonFinite(
                 f"{self.label}: layers {bad}: a key or value is NaN or infinite, or its scale does not fit its type. "
                 "Ways out: runtime.kernels=off names the number and its place; a float32 type for scales "
@@ -115,11 +114,9 @@ class Packed:
                 join = True
 
     # -- all layers at once --------------------------------------------------------------------------------------
-    def turn(self, pages: StepPages, encodes: bool) -> Turn | None:
-        """A step's writing, sealing and reading of all layers; None if some of it is not the kernels'. encodes: a
-        written token counts as encoded where there is no tail."""
-        if not self.backend.whole or not self.all_of(pages):
-            return None
+    def turn(self, pages: StepPages, encodes: bool) -> Turn:
+        """A step's writing, sealing and reading of all layers, all of it the kernels'. encodes: a written token counts
+        as encoded where there is no tail."""
         turn = Turn(pages.cache.plan.geom.L)
         for p in pages.by_class:
             bound, to = self.bound(p.t), "body" if p.t.tail is None else "tail"

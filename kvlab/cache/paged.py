@@ -16,6 +16,8 @@ from kvlab.cache.step import Step
 from kvlab.cache.tables import ClassTables, Growth
 from kvlab.cache.tiles import TileBuilder
 from kvlab.errors import CacheTooSmall, InvariantError, NoBlocks
+from kvlab.kernels import move
+from kvlab.kernels.backend import Moves
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,11 @@ class CacheSize:
 
 
 class PagedCache:
-    def __init__(self, plan: CachePlan, size: CacheSize, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, plan: CachePlan, size: CacheSize, device: torch.device | str = "cpu", moves: Moves = move
+    ) -> None:
+        """moves: who moves rows and blocks, torch by default."""
+        self.moves = moves
         self.plan, self.size, self.device = plan, size, torch.device(device)
         self.scratch = Scratch(device)
         kinds: dict[tuple, list[Group]] = {}
@@ -78,7 +84,7 @@ class PagedCache:
         if size.pool_bytes is not None:
             want = self._shrink(want, size.pool_bytes)
         for t, (body, tail) in zip(self.classes, want):
-            t.allocate(body + 1, max(tail, 1) + 1 if plan.tail else 0)
+            t.allocate(body + 1, max(tail, 1) + 1 if plan.tail else 0, self.moves)
 
     def _shrink(self, want: list[list[int]], budget: int) -> list[list[int]]:
         """Scale the number of blocks to `budget` bytes, tail and body alike."""

@@ -27,6 +27,10 @@ class Pages:
         self._seal: tuple[Tensor, Tensor, Tensor | None] | None = None
         self.views: dict[tuple, View | None] = {}  # of packed.view
 
+    def fix(self, write: Tensor, seal: tuple[Tensor, Tensor, None] | None, views: dict[tuple, View | None]) -> None:
+        """Take what a step's rows write, seal and see as it is given (cache/fixed.py), not from tables."""
+        self._write, self._seal, self.views = write, seal, views
+
     def arrays(self, source: Source) -> Arrays:
         return self.t.arrays if source == "body" else self.t.tail_arrays
 
@@ -72,15 +76,16 @@ class Pages:
     def all_write_rows(self) -> Tensor:
         """`write_rows` of every layer of the class, int64 [Lc, Hk * T]."""
         if self._write is None:
-            t, step, B = self.t, self.step, self.block
-            slot = self.growth.before[step.row_seq] + step.row_at[:, None]  # [T, groups]
-            table = t.body if t.tail is None else t.tail
-            block = table[step.cache_rows[step.row_seq][:, None], np.arange(slot.shape[1])[None], slot // B]
-            flat = self._token_row(
-                block[:, t.group_of].transpose(1, 2, 0), (slot % B)[:, t.group_of].transpose(1, 2, 0)
-            )
-            self._write = step.tensor(flat.reshape(len(t.layers), -1))
+            self._write = self.step.tensor(self.find_write_rows().reshape(len(self.t.layers), -1))
         return self._write
+
+    def find_write_rows(self) -> np.ndarray:
+        """int64 [Lc, Hk, T]"""
+        t, step, B = self.t, self.step, self.block
+        slot = self.growth.before[step.row_seq] + step.row_at[:, None]  # [T, groups]
+        table = t.body if t.tail is None else t.tail
+        block = table[step.cache_rows[step.row_seq][:, None], np.arange(slot.shape[1])[None], slot // B]
+        return self._token_row(block[:, t.group_of].transpose(1, 2, 0), (slot % B)[:, t.group_of].transpose(1, 2, 0))
 
     def _token_row(self, block: np.ndarray, offset: np.ndarray) -> np.ndarray:
         """block, offset int [layers, Hk, k] -> row of the flat [.., B] token view."""
@@ -123,10 +128,13 @@ class Pages:
         if self.t.tail is None:
             return None
         if self._seal is None:
-            self._seal = self._seal_pairs()
+            src, dst, real = self.find_seal_pairs()
+            flat = [self.step.tensor(x.reshape(len(x), -1)) for x in (src, dst)]
+            self._seal = *flat, None if real.all() else self.step.tensor(real.reshape(len(real), -1))
         return self._seal if self._seal[0].shape[1] else None
 
-    def _seal_pairs(self) -> tuple[Tensor, Tensor, Tensor | None]:
+    def find_seal_pairs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(tail block rows, body block rows, which are real) [Lc, M, Hk]"""
         t, B = self.t, self.block
         rows = self.step.cache_rows
         lo, hi = t.sealed[rows] // B, self.growth.sealed_to // B  # [N, groups]
@@ -138,8 +146,5 @@ class Pages:
         for table in (t.tail, t.body):
             block = np.where(real, table[at], 0)[:, t.group_of].transpose(1, 0, 2).astype(np.int64)  # [Lc, M, Hk]
             row = (block * t.layers_of_group + t.layer_in[:, None]) * t.heads_of_group + t.head_in[:, None]
-            pair.append(self.step.tensor(row.reshape(len(t.layers), -1)))
-        mask = None
-        if not real.all():
-            mask = self.step.tensor(real[:, t.group_of].transpose(1, 0, 2).reshape(len(t.layers), -1))
-        return pair[0], pair[1], mask
+            pair.append(row)
+        return pair[0], pair[1], real[:, t.group_of].transpose(1, 0, 2)

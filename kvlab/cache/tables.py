@@ -17,6 +17,8 @@ from kvlab.cache.arrays import Arrays
 from kvlab.cache.layout import CachePlan, Group
 from kvlab.cache.pool import BlockPool
 from kvlab.errors import NoBlocks
+from kvlab.kernels import move
+from kvlab.kernels.backend import Moves
 
 
 @dataclass
@@ -61,9 +63,9 @@ class ClassTables:
         self.tail = np.zeros((*dims, self.max_blocks), np.int32) if plan.tail else None
         self.n_slots, self.sealed, self.evicted = (np.zeros(dims, np.int64) for _ in range(3))
 
-    def allocate(self, body_blocks: int, tail_blocks: int) -> None:
+    def allocate(self, body_blocks: int, tail_blocks: int, moves: Moves = move) -> None:
         """Make the pools and their storages; `+1` for the null block is the caller's."""
-        shape = (self.layers_of_group, self.heads_of_group, self.block, self.device)
+        shape = (self.layers_of_group, self.heads_of_group, self.block, self.device, moves)
         self.pool = BlockPool(body_blocks)
         self.arrays = Arrays(self.groups[0].regions, body_blocks, *shape)
         self.tail_pool = BlockPool(tail_blocks) if self.plan.tail else None

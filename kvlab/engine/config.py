@@ -9,6 +9,7 @@ from kvlab.kernels.dispatch import CHOICES
 
 ARITHMETIC = ("exact", "fast")
 STEPS = ("auto", "lean", "hf")
+GRAPHS = ("auto", "off")
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,9 @@ class EngineCfg:
     CPU kernels, or "off" for the torch path. arithmetic: of decoding rows over codes, "exact" (float32) or "fast"
     (int16 products, exact sums; kernels/cpu/fast.h). step: who runs the model, kvlab's lean step for llama-like models
     or transformers ("auto": lean where it covers the model). weights: what the lean step's matrices are made of, as
-    loaded or converted (models/weights.py names the kinds). See CacheSize for the rest."""
+    loaded or converted (models/weights.py names the kinds). graph: decode steps replayed as CUDA graphs ("auto": on a
+    GPU, with Triton's kernels) or "off". compile: torch.compile for what the lean step does in torch. See CacheSize for
+    the rest."""
 
     block: int = 32
     max_seqs: int = 8
@@ -33,6 +36,8 @@ class EngineCfg:
     arithmetic: str = "exact"
     step: str = "auto"
     weights: str = "model"
+    graph: str = "auto"
+    compile: bool = False
     check: bool = False  # check the cache's invariants after every step
 
     def __post_init__(self) -> None:
@@ -47,6 +52,8 @@ class EngineCfg:
                 "runtime.arithmetic=fast is the CPU kernels': with runtime.kernels=off nothing would be fast. Use "
                 "runtime.kernels=auto, or runtime.arithmetic=exact."
             )
+        if self.graph not in GRAPHS:
+            raise ConfigError(f"runtime.graph={self.graph!r} is not one of {', '.join(GRAPHS)}")
         if self.step not in STEPS:
             raise ConfigError(f"runtime.step={self.step!r} is not one of {', '.join(STEPS)}")
         if self.step == "hf" and self.weights != "model":

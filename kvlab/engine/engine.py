@@ -19,11 +19,12 @@ from kvlab.cache.paged import CacheSize, PagedCache, StepPages
 from kvlab.cache.step import DECODE, PREFILL, PREFILL_LAST, Step
 from kvlab.compressor import Compressor
 from kvlab.engine.config import EngineCfg, Stats
+from kvlab.engine.graphs import CudaRecorder, Graphs
 from kvlab.engine.sampling import sample
 from kvlab.engine.scheduler import Scheduler, Work
 from kvlab.engine.sequence import Sampling, Sequence, Status
 from kvlab.errors import ConfigError
-from kvlab.kernels import dispatch
+from kvlab.kernels import dispatch, move
 
 Forward = Callable[[Tensor, Tensor, Tensor, Compressor, object], Tensor]
 
@@ -36,8 +37,11 @@ class Engine:
         compressor.fast = cfg.arithmetic == "fast"
         plan = compressor.plan(geom, cfg.block)
         size = CacheSize(cfg.max_seqs, cfg.max_len, cfg.max_batch_tokens, cfg.pool_bytes, cfg.tile)
-        self.cache = PagedCache(plan, size, device)
+        self.cache = PagedCache(plan, size, device, compressor.kernels or move)
         self.scheduler = Scheduler(self.cache, compressor, cfg.max_batch_tokens, cfg.chunk)
+        self.graphs = None
+        if cfg.graph == "auto" and self.device.type == "cuda" and compressor.kernels is not None:
+            self.graphs = Graphs(compressor, self.cache, CudaRecorder())
         self.stats = Stats()
         self._ids = itertools.count()
 
@@ -141,8 +145,10 @@ class Engine:
 
     def _run(self, step: Step, pages: StepPages, seqs: list[Sequence], wanted: list[range]) -> Tensor:
         tokens = [t for s, n in zip(seqs, step.q_len.tolist()) for t in s.tokens[s.computed : s.computed + n]]
-        ids = torch.tensor(tokens, dtype=torch.int64, device=self.device)
-        where = torch.tensor([r for span in wanted for r in span], dtype=torch.int64, device=self.device)
+        rows = [r for span in wanted for r in span]
+        if self.graphs is not None and (logits := self.graphs.run(self.forward, tokens, rows, pages)) is not None:
+            return logits
+        ids, where = (torch.tensor(x, dtype=torch.int64, device=self.device) for x in (tokens, rows))
         return self.forward(ids, step.tensor(step.positions), where, self.compressor, pages)
 
     def _used_bytes(self) -> int:

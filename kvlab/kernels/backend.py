@@ -47,16 +47,22 @@ class Layers(Protocol):
     def seal(self, i: int, k: Tensor, v: Tensor, src: Tensor, dst: Tensor) -> bool:
         """Encode block rows src of exact k, v [rows, B * D] to block rows dst. False as in `append`."""
 
-    def bad(self) -> list[int]:
-        """Layers of the model in which a written number was not finite since the last call, where `append` and `seal`
-        don't wait to see it."""
+
+class Moves(Protocol):
+    """What kernels/move.py defines."""
+
+    def move_rows(self, flat: Tensor, src: Tensor, dst: Tensor) -> None: ...
+
+    def copy_blocks(self, arrays: list[Tensor], src: Tensor, dst: Tensor) -> None: ...
 
 
-class Backend(Protocol):
-    """name: of result rows.   whole: it runs all layers of a step at once (kernels/cpu/turn.py)."""
+class Backend(Moves, Protocol):
+    """name: of result rows.   whole: it runs all layers of a step at once (kernels/cpu/turn.py).   fixes: it has
+    `fixed`, and nothing in a step waits for the device."""
 
     name: str
     whole: bool
+    fixes: bool
 
     def takes(self, dtype: torch.dtype) -> bool:
         """Whether queries, outputs and exact tails may have this type."""
@@ -68,6 +74,13 @@ class Backend(Protocol):
         """arrays {region: flat tensor, last axis = one token's row}: live storages, which must not move. group_of int
         [layers, Hk]: table that a head reads; offset int [layers, Hk]: row of each in a block; stride: rows of a
         block; capacity: blocks of the pool; layers: the model's number of each; dtype: the model's. Raises Refused."""
+
+    def bad(self) -> list[int]:
+        """Layers of the model in which a number that was written since the last call is not finite or does not fit its
+        type, where `append` and `seal` don't wait to see it."""
+
+    def fixed(self, table: Tensor, lo: Tensor, hi: Tensor, first: Tensor, count: Tensor) -> View:
+        """`view` of decoding rows whose arrays stay where they are and change (cache/fixed.py)."""
 
     def view(self, table: np.ndarray, lo: np.ndarray, hi: np.ndarray, first: np.ndarray, count: np.ndarray) -> View:
         """table int [N, groups, blocks], lo, hi int [N, groups, rows] slots [lo, hi) of each row, first int [N] where a

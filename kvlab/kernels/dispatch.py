@@ -14,8 +14,8 @@ from kvlab.errors import ConfigError
 from kvlab.kernels.backend import Backend
 from kvlab.kernels.cpu import isa, lib
 
-OPS = ("attention", "encode", "decode", "select")
-COMPILED = ("attention", "encode")  # what kernels do beside the reference
+OPS = ("attention", "encode", "decode", "select", "move")
+ON_CPU, ON_GPU = ("attention", "encode"), ("attention", "encode", "move")  # what kernels do beside the reference
 CHOICES = (*isa.CHOICES, "triton")  # of runtime.kernels
 
 log = logging.getLogger(__name__)
@@ -56,9 +56,9 @@ def variant(device: str, kernels: str = "auto") -> str:
 def chosen(device: str, kernels: str, arithmetic: str = "exact") -> dict[str, str]:
     """{op: implementation}, and the arithmetic of decoding rows."""
     ran = variant(device, kernels)
-    return {op: ran if op in COMPILED else "torch" for op in OPS} | {
-        "arithmetic": "exact" if ran == "torch" else arithmetic
-    }
+    held = {"torch": (), "triton": ON_GPU}.get(ran, ON_CPU)
+    told = {op: ran if op in held else "torch" for op in OPS}
+    return told | {"arithmetic": "exact" if ran == "torch" else arithmetic}
 
 
 def _cpu(device: str) -> bool:

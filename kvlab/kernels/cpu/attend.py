@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvlab.kernels import move
 from kvlab.kernels.cpu.structs import Bound, accept, dense_rows, kv_format, kv_view, prototypes
 from kvlab.kernels.format import Format
 
@@ -44,7 +45,7 @@ class View:
 class Kernels:
     """The CPU's `Backend` (kernels/backend.py). fast: decoding rows multiply integers where pages hold codes."""
 
-    whole = True
+    whole, fixes = True, False
 
     def __init__(self, library: ctypes.CDLL, name: str, fast: bool = False) -> None:
         self.library, self.name, self.fast = library, name, fast
@@ -54,6 +55,11 @@ class Kernels:
 
     def layers(self, *args, dtype: torch.dtype, **named) -> Layers:
         return Layers(self.library, *args, **named, fast=self.fast)
+
+    move_rows, copy_blocks = staticmethod(move.move_rows), staticmethod(move.copy_blocks)
+
+    def bad(self) -> list[int]:
+        return []  # `append` and `seal` say it at once
 
     def view(self, *arrays: np.ndarray) -> View:
         return View.of(*arrays)
@@ -106,9 +112,6 @@ class Layers:
         out.v = self.bound.v
         accept("kv_check_format", self.lib.kv_check_format(ctypes.byref(out)))
         return out
-
-    def bad(self) -> list[int]:
-        return []  # `append` and `seal` say it at once
 
     @property
     def words(self) -> int:

@@ -11,10 +11,12 @@ from torch import Tensor
 from triton.runtime import JITFunction
 
 from kvlab.kernels.format import Format
-from kvlab.kernels.triton import sides
+from kvlab.kernels.triton import move, sides
 from kvlab.kernels.triton.attend import attend
+from kvlab.kernels.triton.mass import mass
 from kvlab.kernels.triton.merge import merge
 from kvlab.kernels.triton.tiles import SPLIT, attend_tiles
+from kvlab.kernels.triton.writer import Writer
 
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -63,19 +65,35 @@ class Kernels:
     wide, as its own are. Sums are float32.
     """
 
-    name, whole = "triton", False
+    name, whole, fixes = "triton", False, True
 
     def __init__(self, device: torch.device | str, fast: bool = False) -> None:
         self.device, self.fast = torch.device(device), fast
+        self.flags: list[Tensor] = []  # of all that was bound: nobody waits for them but `bad`
 
     def takes(self, dtype: torch.dtype) -> bool:
         return dtype in TYPES
 
     def layers(self, *args, dtype: torch.dtype, **named) -> Layers:
-        return Layers(*args, **named, exact=dtype == torch.float32 and not self.fast)
+        made = Layers(*args, **named, exact=dtype == torch.float32 and not self.fast)
+        self.flags.append(made.writer.bad)
+        return made
+
+    move_rows, copy_blocks = staticmethod(move.move_rows), staticmethod(move.copy_blocks)
+
+    def bad(self) -> list[int]:
+        if not self.flags or not torch.cat(self.flags).any():
+            return []
+        layers = sorted({i for x in self.flags for i in x.nonzero().flatten().tolist()})
+        for x in self.flags:
+            x.zero_()
+        return layers
 
     def view(self, *arrays: np.ndarray) -> View:
         return View.of(*arrays, device=self.device)
+
+    def fixed(self, table: Tensor, lo: Tensor, hi: Tensor, first: Tensor, count: Tensor) -> View:
+        return View(table, lo, hi, first, count, most=1)
 
 
 class Layers:
@@ -100,20 +118,35 @@ class Layers:
         self.k = [sides.pointers(s, arrays) for s in fmt.k]
         self.v = sides.pointers(fmt.v, arrays)
         self.valid = fmt.valid and arrays[fmt.valid]
+        self.writer = Writer(fmt, arrays, block, layers, stride, capacity)
         self.compute, self.precision = sides.compute(fmt, arrays, exact)
         self.group_of = torch.from_numpy(np.ascontiguousarray(group_of, np.int32)).to(device)
         self.offset = torch.from_numpy(np.ascontiguousarray(offset, np.int64)).to(device)
         self.turn, self.back = (None if m is None else m.to(device) for m in (fmt.turn, fmt.back))
-
-    appends = seals = False
 
     @property
     def words(self) -> int:
         """What 16-bit operands take: 1 keys, 2 values, 3 both, 0 nothing."""
         return 0 if self.exact else 3
 
-    def bad(self) -> list[int]:
-        return []
+    # -- writing -------------------------------------------------------------------------------------------------
+    @property
+    def appends(self) -> bool:
+        return self.writer.appends
+
+    @property
+    def seals(self) -> bool:
+        return self.writer.seals
+
+    def append(self, i: int, k: Tensor, v: Tensor, rows: Tensor) -> bool:
+        """Encode k, v [Hk, T, D] into token rows int64 [Hk * T]; -1 = nowhere. Bad numbers: Kernels.bad."""
+        self.writer.append(i, k, v, rows)
+        return True
+
+    def seal(self, i: int, k: Tensor, v: Tensor, src: Tensor, dst: Tensor) -> bool:
+        """Encode block rows src of exact k, v [rows, B * D] to block rows dst; -1 = leave out."""
+        self.writer.seal(i, k, v, src, dst)
+        return True
 
     # -- reading -------------------------------------------------------------------------------------------------
     def attend(self, i: int, view: View, q: Tensor, out: Tensor, lse: Tensor, join: bool = False) -> None:
@@ -130,6 +163,10 @@ class Layers:
         body_lse = torch.empty_like(lse)
         self._attend(i, view, turned, body, body_lse, False)
         self._merge(view, self._times(body, self.back[self.layers[i]])[None], body_lse[None], out, lse, join)
+
+    def mass(self, i: int, view: View, q: Tensor, lse: Tensor, columns: int) -> Tensor:
+        """Attention weight that each slot received, float32 [N, Hk, G, columns]. q, lse as in `attend`."""
+        return mass(self, i, view, q, lse, columns)
 
     def _turned(self, i: int, q: Tensor) -> Tensor:
         return q if self.turn is None else self._times(q.float(), self.turn[self.layers[i]])
