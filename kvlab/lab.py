@@ -70,7 +70,7 @@ class Lab:
                 f"runtime.max_len={cfg.max_len} is longer than {loaded.id} was built for ({loaded.max_length}). "
                 f"Use runtime.max_len={loaded.max_length} or less."
             )
-        self.runner = runner(loaded, cfg.step, cfg.weights, cfg.kernels, cfg.min_rows)
+        self.runner = runner(loaded, cfg.step, cfg.weights, cfg.kernels, cfg.min_rows, cfg.compile)
         self.vocab = loaded.model.get_input_embeddings().num_embeddings
         device = str(next(loaded.model.parameters()).device)
         self.engine = Engine(self.runner.forward, compressor, self.geom, cfg, device)

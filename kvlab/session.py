@@ -320,17 +320,18 @@ def _interval(outcome, full) -> dict[str, float | None]:
 def _kernels(config: Config) -> dict[str, str]:
     from kvlab.kernels import dispatch
 
-    runtime = config["runtime"]
-    return dispatch.chosen(
-        config["model"]["device"], runtime.get("kernels", "auto"), runtime.get("arithmetic", "exact")
-    )
+    runtime, device = config["runtime"], str(config["model"]["device"])
+    ran = dispatch.chosen(device, runtime.get("kernels", "auto"), runtime.get("arithmetic", "exact"))
+    replayed = ran["attention"] == "triton" and device.startswith("cuda") and runtime.get("graph", "auto") == "auto"
+    return ran | {"graph": "cuda" if replayed else "off"}
 
 
 def _step(runtime: Config, loaded) -> dict[str, str]:
     """What ran the model: step, weights and how its matrices lie."""
     from kvlab.models.lean import runner
 
-    return runner(loaded, **{k: runtime[k] for k in ("step", "weights", "kernels", "min_rows") if k in runtime}).facts
+    asked = {k: runtime[k] for k in ("step", "weights", "kernels", "min_rows") if k in runtime}
+    return runner(loaded, **asked, compiled=runtime.get("compile", False)).facts
 
 
 def _plain(node: Any) -> Any:

@@ -103,6 +103,7 @@ class Graphs:
             except RuntimeError as why:  # a model that waits for the device in its forward, say
                 self.warning = f"decode steps are not recorded as CUDA graphs: {why}"
                 log.warning(self.warning)
+                self.compressor.packed.warning = self.warning
                 return None
             finally:
                 self.compressor.counters.encoded_blocks = before

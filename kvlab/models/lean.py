@@ -67,17 +67,19 @@ class LeanRunner:
     """`Runner` for the covered models. Leaves the transformers model as it is, but may move its weights (`weights`).
 
     kernels: as runtime.kernels. min_rows: a product of torch is padded to at most this many rows, where its bits would
-    depend on the number of rows.
+    depend on the number of rows. compiled: torch.compile for what is between the products.
     """
 
-    def __init__(self, model: nn.Module, weights: str = "model", kernels: str = "auto", min_rows: int = 4) -> None:
+    def __init__(
+        self, model: nn.Module, weights: str = "model", kernels: str = "auto", min_rows: int = 4, compiled: bool = False
+    ) -> None:
         check_kind(weights)
         if why := unsupported(model):
             raise ConfigError(f"runtime.step=lean: {why}. Use runtime.step=auto or hf.")
         self.rotary, self.layers = model.model.rotary_emb, len(model.model.layers)
         self.vocab = model.lm_head.out_features
         with torch.no_grad():
-            self.body = _body(model, weights, kernels, min_rows)
+            self.body = _body(model, weights, kernels, min_rows, compiled)
         self.facts = {"step": "lean", "weights": weights, **self.body.facts}
 
     def forward(
@@ -101,11 +103,16 @@ class LeanRunner:
         return body.head(x.index_select(0, rows)) if len(rows) else x.new_empty(0, self.vocab)
 
 
-def _body(model: nn.Module, weights: str, kernels: str, min_rows: int) -> Body:
+def _body(model: nn.Module, weights: str, kernels: str, min_rows: int, compiled: bool) -> Body:
     like = model.lm_head.weight
     native = like.device.type == "cpu" and dispatch.variant("cpu", kernels) != "triton"
     compiled = lib.load(kernels) if native else lib.Loaded("torch", reason="those are for a CPU")
     if compiled.library is not None and like.dtype == torch.float32:
+        if compiled:
+            raise ConfigError(
+                "runtime.compile=true: the CPU kernels run the whole step, nothing is left for torch.compile. Use "
+                "runtime.compile=false, or runtime.kernels=off."
+            )
         return NativeBody(model, compiled.library, compiled.variant, weights)
     if weights == "int8":
         why = compiled.reason or f"the model is {str(like.dtype).removeprefix('torch.')}, not float32"
@@ -113,7 +120,7 @@ def _body(model: nn.Module, weights: str, kernels: str, min_rows: int) -> Body:
             f"runtime.weights=int8 needs the CPU kernels and a float32 model: {why}. Ways out: runtime.weights=bf16 or "
             "model, runtime.kernels=auto, model.dtype=float32."
         )
-    return TorchBody(model, Weights(weights, like, min_rows))
+    return TorchBody(model, Weights(weights, like, min_rows), compiled)
 
 
 def unsupported(model: nn.Module) -> str | None:
@@ -150,7 +157,12 @@ def _odd_layers(model: nn.Module) -> Iterator[str]:
 
 
 def runner(
-    loaded: Loaded, step: str = "auto", weights: str = "model", kernels: str = "auto", min_rows: int = 4
+    loaded: Loaded,
+    step: str = "auto",
+    weights: str = "model",
+    kernels: str = "auto",
+    min_rows: int = 4,
+    compiled: bool = False,
 ) -> Runner | LeanRunner:
     """What runs the model: lean where it is covered and not declined. `facts` of a runner say which, for result rows.
 
@@ -158,16 +170,17 @@ def runner(
     """
     check_kind(weights)
     why = "runtime.step=hf" if step == "hf" else unsupported(loaded.model)
-    if why and (step == "lean" or weights != "model"):
+    if why and (step == "lean" or weights != "model" or compiled):
         asked = "runtime.step=lean" if step == "lean" else f"runtime.weights={weights}"
+        asked = "runtime.compile=true" if compiled else asked
         raise ConfigError(
             f"{asked}: the lean step does not cover {loaded.id}: {why}. Ways out: runtime.step=auto with "
             "runtime.weights=model, which runs the transformers forward, or another model."
         )
     if why:
         return Runner(loaded.model, min_rows)
-    key = (weights, kernels, min_rows)
+    key = (weights, kernels, min_rows, compiled)
     if key not in loaded.lean:
         loaded.lean.clear()
-        loaded.lean[key] = LeanRunner(loaded.model, weights, kernels, min_rows)
+        loaded.lean[key] = LeanRunner(loaded.model, weights, kernels, min_rows, compiled)
     return loaded.lean[key]

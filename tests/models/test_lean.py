@@ -18,6 +18,7 @@ from kvlab.engine.engine import Engine
 from kvlab.errors import ConfigError
 from kvlab.kernels.cpu import isa
 from kvlab.lab import Lab
+from kvlab.lab import load as load_lab
 from kvlab.methods.full import Full
 from kvlab.methods.kivi import Kivi
 from kvlab.models import weights
@@ -334,3 +335,22 @@ def test_a_run_says_in_its_row_which_step_and_weights_it_took(tmp_path):
     kernels = json.loads(ran.paths[0].read_text())["kernels"]
     assert (kernels["step"], kernels["weights"]) == ("lean", "int8") and kernels["linear"].endswith(" int8")
     assert "weights int8" in ran.out, "nobody should take this table for one of the model as it was loaded"
+
+
+@pytest.mark.slow  # inductor takes seconds to compile
+def test_a_compiled_step_is_the_same_step():
+    """Fails for an operation that changes its meaning when it is fused, such as one in place on an input."""
+    loaded = load(ModelCfg(name="tiny_qwen3"))
+    outs = [
+        load_lab(loaded, runtime={"kernels": "off", "compile": c, "max_len": 64}).generate([5, 6, 7] * 7, max_tokens=9)
+        for c in (False, True)
+    ]
+    assert outs[0].tokens == outs[1].tokens
+
+
+def test_compile_is_refused_where_nothing_is_left_to_compile():
+    loaded = load(ModelCfg(name="tiny_llama"))
+    with pytest.raises(ConfigError, match="nothing is left"):
+        runner(loaded, kernels="generic", compiled=True)
+    with pytest.raises(ConfigError, match=r"runtime\.compile=true"):
+        runner(loaded, step="hf", compiled=True)

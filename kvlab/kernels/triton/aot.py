@@ -3,7 +3,7 @@
 `launches` records what a caller would launch, `build` compiles it for a target as triton would there, `numbers` reads
 registers, spills, shared memory, loads and instructions from the assembly (measure.py says how they are counted).
 
-    spills   none
+    spills   none to memory (scalar registers of AMD are kept in vector registers)
     limits   two programs fit a multiprocessor: registers, shared memory
     loads    a page tile is read min(16, its bytes / threads) bytes at a time; scales, tables, block ids may be narrow
     mma      products run on matrix units
@@ -168,9 +168,9 @@ def read(job: Job, k, target: str) -> dict:
 
 
 def _cuda(job: Job, k) -> dict:
-    """loads {bytes of a lane: loads of a turn}; width: loads at least that wide carry all page bytes. With elements also
-    classes: instructions of a turn; ops: all of them, unpack: those of that class, in lane-ops per element; bytes of one.
-    """
+    """loads {bytes of a lane: loads of a turn}; width: loads at least that wide carry all page bytes. With elements, of
+    a turn: classes, its instructions; ops, all of them, and unpack, those of that class, as lane-ops per element; bytes
+    of one."""
     sass, usage = disassemble(k.asm["cubin"])
     loop, turns = measure.main_loop(sass), measure.turns(sass, k.asm["ptx"])
     loads = measure.load_widths(loop if job.loop else measure.whole(sass))

@@ -119,17 +119,11 @@ def spilled(sass: str) -> int:
 
 
 def amd(text: str) -> dict[str, int]:
-    """Registers of a lane (accumulators included), spilled registers, products, from amdgcn."""
+    """Registers of a lane (accumulators included), those spilled, local memory, products, from amdgcn."""
 
     def field(name: str) -> int:
         m = re.search(rf"\.{name}:\s+(\d+)", text)
         return int(m[1]) if m else 0
 
-    spills = field("vgpr_spill_count") + field("sgpr_spill_count")
-    products = len(re.findall(r"^\s+v_s?mfma", text, re.M))
-    return {
-        "regs": field("vgpr_count"),
-        "spills": spills,
-        "stack": field("private_segment_fixed_size"),
-        "mma": products,
-    }
+    names = {"regs": "vgpr_count", "spills": "vgpr_spill_count", "stack": "private_segment_fixed_size"}
+    return {k: field(n) for k, n in names.items()} | {"mma": len(re.findall(r"^\s+v_s?mfma", text, re.M))}
