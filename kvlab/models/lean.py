@@ -106,16 +106,16 @@ class LeanRunner:
 def _body(model: nn.Module, weights: str, kernels: str, min_rows: int, compiled: bool) -> Body:
     like = model.lm_head.weight
     native = like.device.type == "cpu" and dispatch.variant("cpu", kernels) != "triton"
-    compiled = lib.load(kernels) if native else lib.Loaded("torch", reason="those are for a CPU")
-    if compiled.library is not None and like.dtype == torch.float32:
+    ours = lib.load(kernels) if native else lib.Loaded("torch", reason="those are for a CPU")
+    if ours.library is not None and like.dtype == torch.float32:
         if compiled:
             raise ConfigError(
                 "runtime.compile=true: the CPU kernels run the whole step, nothing is left for torch.compile. Use "
                 "runtime.compile=false, or runtime.kernels=off."
             )
-        return NativeBody(model, compiled.library, compiled.variant, weights)
+        return NativeBody(model, ours.library, ours.variant, weights)
     if weights == "int8":
-        why = compiled.reason or f"the model is {str(like.dtype).removeprefix('torch.')}, not float32"
+        why = ours.reason or f"the model is {str(like.dtype).removeprefix('torch.')}, not float32"
         raise ConfigError(
             f"runtime.weights=int8 needs the CPU kernels and a float32 model: {why}. Ways out: runtime.weights=bf16 or "
             "model, runtime.kernels=auto, model.dtype=float32."

@@ -13,7 +13,7 @@ from kvlab.kernels.triton.encode import append, seal
 
 TOKENS = 16  # of a program, the least that a product takes. Always: else the order of its sums would depend on T
 GROUP = 32  # tokens of a program at a time where scales are per channel
-SUM = 32  # channels that a product takes at a time
+SUM = 16  # channels that a product takes at a time: with 32 registers spill
 TABLES = ("none", "norm", "eden_mse", "eden_unbiased", "const_unbiased")
 
 
