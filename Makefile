@@ -11,10 +11,10 @@ JOBS     ?= 1
 LLAMACPP := .cache/llamacpp
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check soak bench peers llamacpp kernels sanitize tables clean
+.PHONY: help venv demo test check soak bench peers llamacpp kernels gpu gpu-dry sanitize tables clean
 
 help:  ## this list
-	@awk -F':.*## ' '/^[a-z]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(VENV)/.made: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvlab needs Python 3.11 or newer, this is " + sys.version)'
@@ -63,6 +63,12 @@ llamacpp:  ## compile llama.cpp for this CPU into .cache/llamacpp: a peer of the
 
 kernels: venv  ## compile the CPU kernels now, into the user cache (the first run would)
 	$(PY) -m kvlab.kernels.cpu.build
+
+gpu: venv  ## everything that only a GPU can tell, 8 minutes; writes benchmarks/results/gpu.jsonl and gpu.md
+	$(PY) benchmarks/gpu.py
+
+gpu-dry: $(VENV)/.triton  ## the same script without a GPU: tiny sizes, Triton's interpreter, rows in a temporary folder
+	$(PY) benchmarks/gpu.py --dry
 
 sanitize: venv  ## fuzz the CPU kernels under AddressSanitizer and UBSan (needs g++)
 	$(PY) tests/kernels/cpu/sanitize.py

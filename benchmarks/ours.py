@@ -51,7 +51,7 @@ class Ours:
             **dict(s.runtime),
         )  # fmt: skip
         lab = Lab(loaded, registry.build(s.method, **dict(s.options)), cfg)
-        model, lab.engine.forward = lab.engine.forward, Filler(lab.geom, lab.vocab).forward
+        model, lab.engine.forward = lab.engine.forward, Filler(lab.geom, lab.vocab, lab.engine.device).forward
         # a step fills one sequence, and the earlier ones take a token each: prompts shorter by what they take
         seqs = [lab.engine.add([5] * (context - i), Sampling(max_tokens=room)) for i in reversed(range(batch))]
         while any(q.missing != 1 for q in seqs):
@@ -74,7 +74,7 @@ class Ours:
             "cache": cache,
             "weights": _weights(lab, s),
             "step": lab.runner.facts,
-            "kernels": dispatch.chosen("cpu", lab.cfg.kernels)["attention"],
+            "kernels": dispatch.chosen(str(lab.engine.device), lab.cfg.kernels)["attention"],
             "arithmetic": lab.cfg.arithmetic,
             "block": lab.cfg.block,
             "cache_bytes": lab.ledger().total.physical,
@@ -92,18 +92,18 @@ def _weights(lab, s: Setting) -> str:
 class Filler:
     """Stands for the model while prompts run: nothing is computed, the cache is given random keys and values."""
 
-    def __init__(self, geom, vocab: int) -> None:
+    def __init__(self, geom, vocab: int, device="cpu") -> None:
         import torch
 
         gen = torch.Generator().manual_seed(0)
-        self.k, self.v = (torch.randn(1, geom.Hk, POOL, geom.D, generator=gen).to(geom.dtype) for _ in "kv")
-        self.layers, self.vocab = geom.L, vocab
+        self.k, self.v = (torch.randn(1, geom.Hk, POOL, geom.D, generator=gen).to(device, geom.dtype) for _ in "kv")
+        self.layers, self.vocab, self.device = geom.L, vocab, device
 
     def forward(self, tokens, positions, rows, compressor, pages):
         import torch
 
-        where = torch.arange(len(tokens))
+        where = torch.arange(len(tokens), device=self.device)
         for layer in range(self.layers):
             at = (where + 997 * layer) % POOL
             compressor.write(layer, self.k[:, :, at], self.v[:, :, at], pages)
-        return torch.zeros(len(rows), self.vocab)
+        return torch.zeros(len(rows), self.vocab, device=self.device)

@@ -37,10 +37,8 @@ class Peers:
         """Logits of the last position."""
         import torch
 
-        model = self.model(dtype)
-        keyword = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
         with torch.inference_mode():
-            return model(ids, use_cache=True, logits_to_keep=1, **{keyword: cache}).logits[:, -1]
+            return logits(self.model(dtype), ids, cache)
 
     def step(self, name: str, batch: int, context: int, room: int) -> tuple[Callable[[], None], dict]:
         """A side and the facts of its row. Raises what transformers raises when a backend is absent."""
@@ -48,7 +46,7 @@ class Peers:
 
         kind, dtype = CACHES[name]
         model = self.model(dtype)
-        cache = _make(kind, model.config, context + room)
+        cache = made(kind, model.config, context + room)
         gen = torch.Generator().manual_seed(0)
         for layer in range(model.config.num_hidden_layers):
             shape = batch, model.config.num_key_value_heads, context, model.config.head_dim
@@ -66,7 +64,14 @@ class Peers:
         }  # fmt: skip
 
 
-def _make(kind: str, config, length: int):
+def logits(model, ids, cache):
+    """Logits of the last position. model: or its forward, compiled."""
+    forward = getattr(model, "forward", model)
+    keyword = "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
+    return model(ids, use_cache=True, logits_to_keep=1, **{keyword: cache}).logits[:, -1]
+
+
+def made(kind: str, config, length: int):
     from transformers import DynamicCache, QuantizedCache, StaticCache
 
     if kind == "dynamic":

@@ -22,6 +22,9 @@ from kvlab.cache.step import DECODE, Step
 from kvlab.cache.tiles import TileBuilder
 
 
+ALIGNED = 16  # bytes: kernels are compiled anew for arrays that begin elsewhere
+
+
 class Buffers:
     """Named views of one flat device buffer. shapes: {name: (shape, what stands beyond the values of a step)}."""
 
@@ -29,21 +32,21 @@ class Buffers:
         self, shapes: dict[str, tuple[tuple[int, ...], int]], dtype: torch.dtype, device: torch.device
     ) -> None:
         self.shapes, self.pinned = shapes, device.type == "cuda"
-        sizes = [math.prod(shape) for shape, _ in shapes.values()]
-        self.flat = torch.empty(sum(sizes), dtype=dtype, device=device)
-        self.views = {n: x.view(shapes[n][0]) for n, x in zip(shapes, self.flat.split(sizes))}
+        each = ALIGNED // dtype.itemsize
+        self.sizes = [-(-math.prod(shape) // each) * each for shape, _ in shapes.values()]
+        self.flat = torch.empty(sum(self.sizes), dtype=dtype, device=device)
+        parts = zip(shapes.items(), self.flat.split(self.sizes))
+        self.views = {n: x[: math.prod(shape)].view(shape) for (n, (shape, _)), x in parts}
         self.fill({})
 
     def fill(self, values: dict[str, np.ndarray]) -> None:
         """Each array goes to the first corner of its view."""
         host = torch.empty(self.flat.shape, dtype=self.flat.dtype, pin_memory=self.pinned)
-        at = 0
-        for name, (shape, beyond) in self.shapes.items():
-            part = host[at : at + math.prod(shape)].numpy().reshape(shape)
+        for (name, (shape, beyond)), part in zip(self.shapes.items(), host.split(self.sizes)):
+            part = part[: math.prod(shape)].numpy().reshape(shape)
             part.fill(beyond)
             if name in values:
                 part[tuple(slice(n) for n in values[name].shape)] = values[name]
-            at += part.size
         self.flat.copy_(host, non_blocking=True)
 
 

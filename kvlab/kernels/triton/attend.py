@@ -151,7 +151,7 @@ def weigh(acc, p, alpha, side, S: tl.constexpr, first, rows, live, CT: tl.conste
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks", "groups", "rows", "splits", "stride", "l_split", "l_row", "l_head"])
 def attend(
     q, out, lse, k, k2, v, valid, table, lo, hi, first_row, count, group_of, offsets,
     q_row, q_head, o_split, o_row, o_head, l_split, l_row, l_head, blocks, groups, rows, splits, stride, scale,

@@ -18,6 +18,7 @@ from kvlab.kernels.triton.merge import merge
 from kvlab.kernels.triton.tiles import SPLIT, attend_tiles
 from kvlab.kernels.triton.writer import Writer
 
+ALIGNED = 4  # arrays begin at multiples of 16 bytes: Triton compiles a kernel anew for pointers that do not
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
@@ -47,9 +48,12 @@ class View:
         device: torch.device | str = "cpu",
     ) -> View:  # fmt: skip
         """One copy to the device: the arrays lie in a buffer of their own, which no later step writes."""
-        arrays = [np.ascontiguousarray(a, np.int32) for a in (table, lo, hi, first, count)]
-        flat = torch.from_numpy(np.concatenate([a.ravel() for a in arrays])).to(device)
-        parts = [x.view(a.shape) for x, a in zip(flat.split([a.size for a in arrays]), arrays)]
+        arrays = [np.asarray(a) for a in (table, lo, hi, first, count)]
+        sizes = [-(-a.size // ALIGNED) * ALIGNED for a in arrays]
+        flat = np.zeros(sum(sizes), np.int32)
+        for part, a in zip(np.split(flat, np.cumsum(sizes)[:-1]), arrays):
+            part[: a.size] = a.ravel()
+        parts = [x[: a.size].view(a.shape) for x, a in zip(torch.from_numpy(flat).to(device).split(sizes), arrays)]
         return cls(*parts, most=int(count.max()) if count.size else 0)
 
 
@@ -120,8 +124,9 @@ class Layers:
         self.valid = fmt.valid and arrays[fmt.valid]
         self.writer = Writer(fmt, arrays, block, layers, stride, capacity)
         self.compute, self.precision = sides.compute(fmt, arrays, exact)
-        self.group_of = torch.from_numpy(np.ascontiguousarray(group_of, np.int32)).to(device)
-        self.offset = torch.from_numpy(np.ascontiguousarray(offset, np.int64)).to(device)
+        wide = ((0, 0), (0, -self.Hk % ALIGNED))
+        self.group_of = torch.from_numpy(np.pad(group_of, wide).astype(np.int32)).to(device)
+        self.offset = torch.from_numpy(np.pad(offset, wide).astype(np.int64)).to(device)
         self.turn, self.back = (None if m is None else m.to(device) for m in (fmt.turn, fmt.back))
 
     @property

@@ -8,7 +8,7 @@ import triton.language as tl
 from kvlab.kernels.triton.numbers import LN2, LOG2E
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits", "l_split", "l_row", "l_head", "z_row", "z_head"])
 def merge(
     part, part_lse, out, lse, first_row, count, p_split, p_row, p_head, l_split, l_row, l_head, o_row, o_head, z_row,
     z_head, splits,
