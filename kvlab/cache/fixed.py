@@ -21,7 +21,6 @@ from kvlab.cache.pages import Pages
 from kvlab.cache.step import DECODE, Step
 from kvlab.cache.tiles import TileBuilder
 
-
 ALIGNED = 16  # bytes: kernels are compiled anew for arrays that begin elsewhere
 
 

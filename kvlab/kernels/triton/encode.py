@@ -35,7 +35,7 @@ def report(fine, bad):
         tl.atomic_max(bad, 1)
 
 
-@triton.jit(do_not_specialize=["layer", "T"])
+@triton.jit(do_not_specialize=["layer", "T"], do_not_specialize_on_alignment=["rows"])
 def append(
     k, v, to_k, to_v, rows, bad, layer, T, tokens, k_head, k_row, v_head, v_row, turn_k, turn_v,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
@@ -56,7 +56,7 @@ def append(
         report(put(to_v, V, v + (h * v_head + t * v_row), to, live, r, h * turn_v, BK), bad + layer)
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["src", "dst"])
 def seal(
     k, v, to_k, to_v, src, dst, bad, layer, src_blocks, blocks, heads, turn_k, turn_v,
     K: tl.constexpr, V: tl.constexpr, B: tl.constexpr, K_JOBS: tl.constexpr, BT: tl.constexpr, BG: tl.constexpr,
