@@ -106,7 +106,7 @@ class FixedPages:
                 if (arrays := seen(p, step.buckets[0], source, folded=False)) is not None:
                     tables |= {f"{c} {source} {x}": a for x, a in zip(("table", "lo", "hi"), arrays)}
             if p.t.tail is not None:
-                src, dst, real = p.find_seal_pairs()
+                src, dst, real = p.seal_pairs
                 rows |= {f"{c} src": np.where(real, src, -1), f"{c} dst": np.where(real, dst, -1)}
                 sealed += int(real.sum())
         self.rows.fill(rows)
@@ -119,7 +119,7 @@ def fits(pages: StepPages, n: int) -> bool:
     step = pages.step
     if len(step.q_len) > n or (step.q_len != 1).any() or (step.phase != DECODE).any():
         return False
-    return all(p.t.tail is None or p.find_seal_pairs()[0].shape[1] <= n for p in pages.by_class)
+    return all(p.t.tail is None or p.seal_pairs[0].shape[1] <= n for p in pages.by_class)
 
 
 def blocks_of(pages: StepPages) -> int:

@@ -138,9 +138,10 @@ class Packed:
             bound, to = self.bound(p.t), "body" if p.t.tail is None else "tail"
             if bound is None or not bound[to].appends or not all(self.reads(p, b) for b in p.step.buckets):
                 return False
-            pairs = p.all_seal_rows()
-            if pairs is not None and (pairs[2] is not None or not self._seals(bound, p)):
-                return False
+            if p.t.tail is not None:
+                real = p.seal_pairs[2]
+                if real.size and not (real.all() and self._seals(bound, p)):
+                    return False
         return True
 
     def _seals(self, bound: Bound, p: Pages) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -128,13 +129,14 @@ class Pages:
         if self.t.tail is None:
             return None
         if self._seal is None:
-            src, dst, real = self.find_seal_pairs()
+            src, dst, real = self.seal_pairs
             flat = [self.step.tensor(x.reshape(len(x), -1)) for x in (src, dst)]
             self._seal = *flat, None if real.all() else self.step.tensor(real.reshape(len(real), -1))
         return self._seal if self._seal[0].shape[1] else None
 
-    def find_seal_pairs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(tail block rows, body block rows, which are real) [Lc, M, Hk]"""
+    @cached_property
+    def seal_pairs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(tail block rows, body block rows, which are real) [Lc, M, Hk], of a class with a tail."""
         t, B = self.t, self.block
         rows = self.step.cache_rows
         lo, hi = t.sealed[rows] // B, self.growth.sealed_to // B  # [N, groups]

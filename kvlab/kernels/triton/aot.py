@@ -168,9 +168,9 @@ def read(job: Job, k, target: str) -> dict:
 
 
 def _cuda(job: Job, k) -> dict:
-    """loads {bytes of a lane: loads of a turn}; width: loads at least that wide carry all page bytes. With elements, of
-    a turn: classes, its instructions; ops, all of them, and unpack, those of that class, as lane-ops per element; bytes
-    of one."""
+    """inner: bytes of local memory that the main loop moves; loads {bytes of a lane: loads of a turn}; width: loads at
+    least that wide carry all page bytes. With elements, of a turn: classes, its instructions; ops, all of them, and
+    unpack, those of that class, as lane-ops per element; bytes of one."""
     sass, usage = disassemble(k.asm["cubin"])
     loop, turns = measure.main_loop(sass), measure.turns(sass, k.asm["ptx"])
     loads = measure.load_widths(loop if job.loop else measure.whole(sass))
@@ -178,7 +178,8 @@ def _cuda(job: Job, k) -> dict:
     lanes = 32 * k.metadata.num_warps
     out = {
         "regs": int(re.search(r"REG:(\d+)", usage)[1]),
-        "spills": measure.spilled(sass),
+        "spills": measure.spilled(measure.whole(sass)),
+        "inner": measure.spilled(loop, ("STL", "LDL")),
         "stack": int(re.search(r"STACK:(\d+)", usage)[1]),
         "mma": counts["mma"],
         "loads": {str(w): _short(n / turns) for w, n in loads.items()},
@@ -211,7 +212,8 @@ def broken(found: dict, job: Job, target: str) -> list[str]:
     t, said = TARGETS[target], []
     lanes = t.lanes * found["warps"]
     if found["spills"] or found["stack"]:
-        said.append(f"spills {found['spills']} (bytes, or registers on AMD), {found['stack']} bytes of local memory")
+        said.append(f"spills {found['spills']} (registers on AMD, else bytes), {found['stack']} bytes of local memory, "
+                    f"{found.get('inner', 'unknown')} moved in a turn of the main loop")  # fmt: skip
     if found["regs"] * lanes > t.regs:
         said.append(f"{found['regs']} registers x {lanes} lanes: two programs have {t.regs} each")
     if found["shared"] > t.shared:

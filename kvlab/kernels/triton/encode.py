@@ -18,14 +18,13 @@ def put(side, E: tl.constexpr, x, rows, live, r, turn, BK: tl.constexpr):
     """Packed row r of tokens x [BT] (pointers to first channels) to token rows int64 [BT]. bool [BT]: all is finite.
     turn: where the head's matrix begins."""
     if E.fit == "as_is":
-        fine = put_plain(side, E, x, rows, live, r)
+        return put_plain(side, E, x, rows, live, r)
     elif E.fit == "absmax":
-        fine = put_absmax(side, E, x, rows, live, r)
+        return put_absmax(side, E, x, rows, live, r)
     elif E.fit == "minmax":
-        fine = put_minmax(side, E, x, rows, live, r)
+        return put_minmax(side, E, x, rows, live, r)
     else:
-        fine = put_table(side, E, x, rows, live, side.turn + turn, BK)
-    return fine | ~live
+        return put_table(side, E, x, rows, live, side.turn + turn, BK)
 
 
 @triton.jit

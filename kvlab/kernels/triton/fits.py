@@ -36,7 +36,7 @@ def load(x, live, E: tl.constexpr, r):
 
 
 @triton.jit
-def numbers(x, live, E: tl.constexpr, r):
+def floats(x, live, E: tl.constexpr, r):
     """`load` as float32; what is not finite becomes inf, which neither a step nor a zero hides."""
     y = load(x, live, E, r).to(tl.float32)
     return tl.where(tl.abs(y) < INF, y, INF)
@@ -133,7 +133,7 @@ def put_plain(side, E: tl.constexpr, x, rows, live, r):
 def put_absmax(side, E: tl.constexpr, x, rows, live, r):
     """int8 and 8-bit floats; a packed row is a group."""
     top: tl.constexpr = 127.0 if E.kind == "int8" else 448.0 if E.kind == "e4m3" else 57344.0
-    y = numbers(x, live, E, r)
+    y = floats(x, live, E, r)
     step = put_meta(side.scale, rows * E.rows + r, tl.div_rn(tl.max(tl.abs(y), 1), top), live)
     q = quotient(y, step[:, None], -top, top)
     if E.kind == "int8":
@@ -147,7 +147,7 @@ def put_absmax(side, E: tl.constexpr, x, rows, live, r):
 def put_minmax(side, E: tl.constexpr, x, rows, live, r):
     """Codes with a step and a zero for each group, some neighbouring parts, of a packed row."""
     top: tl.constexpr = 2.0**E.bits - 1
-    y = numbers(x, live, E, r)
+    y = floats(x, live, E, r)
     y = tl.reshape(y, [y.shape[0], E.groups, E.tile // E.groups])
     real = tl.reshape(columns(E)[1], [1, E.groups, E.tile // E.groups])
     lo, hi = tl.min(tl.where(real, y, INF), 2), tl.max(tl.where(real, y, -INF), 2)
@@ -213,7 +213,7 @@ def put_group(side, E: tl.constexpr, x, rows, at, r, BG: tl.constexpr):
     hi = -lo
     for start in range(0, E.group, BG):
         t = start + tl.arange(0, BG)
-        y = numbers(x + t * E.width, t < E.group, E, r)
+        y = floats(x + t * E.width, t < E.group, E, r)
         lo = tl.minimum(lo, tl.min(tl.where((t < E.group)[:, None], y, INF), 0))
         hi = tl.maximum(hi, tl.max(tl.where((t < E.group)[:, None], y, -INF), 0))
     c, real = columns(E)
@@ -221,7 +221,7 @@ def put_group(side, E: tl.constexpr, x, rows, at, r, BG: tl.constexpr):
     zero = put_meta(side.zero, at + r * (E.parts * E.cols) + c, lo, real)
     for start in range(0, E.group, BG):
         t = start + tl.arange(0, BG)
-        y = numbers(x + t * E.width, t < E.group, E, r)
+        y = floats(x + t * E.width, t < E.group, E, r)
         codes = rounded(quotient(y - zero[None, :], step[None, :], 0.0, top))
         put_planes(codes, side, E, rows + t, t < E.group, r)
     return (tl.abs(step) < INF) & (tl.abs(zero) < INF) | ~real

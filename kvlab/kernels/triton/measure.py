@@ -113,9 +113,9 @@ def load_widths(code: list[Instruction]) -> dict[int, int]:
     return dict(sorted(Counter(i.bytes for i in code if i.base in ("LDG", "LDGSTS")).items()))
 
 
-def spilled(sass: str) -> int:
+def spilled(code: list[Instruction], ops: tuple[str, ...] = ("STL",)) -> int:
     """Bytes that a lane stores to local memory, each store counted once."""
-    return sum(i.bytes for i in whole(sass) if i.base == "STL")
+    return sum(i.bytes for i in code if i.base in ops)
 
 
 def amd(text: str) -> dict[str, int]:

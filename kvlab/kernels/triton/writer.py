@@ -112,7 +112,7 @@ class Writer:
         self.turns = _head_step(turn), _head_step(turn_v)
         self.heads = max(1 if m is None else m.shape[1] for m in (turn, turn_v))
         most = TOKENS * max(E.tile for E in (self.K, self.V))
-        self.warps = min(4, max(1, most // 512))  # sixteen numbers a thread
+        self.warps = min(8, max(1, most // 512))  # sixteen numbers a thread
 
     def append(self, i: int, k: Tensor, v: Tensor, rows: Tensor) -> None:
         """Encode k, v [Hk, T, D] (any float type, last axis dense) into token rows int64 [Hk * T] of the class's
