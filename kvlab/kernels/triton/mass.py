@@ -19,15 +19,14 @@ from kvlab.kernels.triton.tiles import attend_tiles
 if TYPE_CHECKING:
     from kvlab.kernels.triton.layers import Layers, View
 
-TOP: tl.constexpr = tl.constexpr(127.0)  # another lse may lie far below a logit: 2**TOP is the largest weight
 SCAN: tl.constexpr = tl.constexpr(128)  # rows whose ranges are looked at together
 
 
 @triton.jit
 def seers(lo, hi, count, start, end):
-    """(first, last, least, most): rows [first, last) of which some see slots of [start, end), none outside of them; the
-    slots there that any of them may see lie in [least, most). None: last = 0."""
-    first, last, least, most = count, count * 0, end, start
+    """(first, last, most): of `count` rows [first, last) hold all that see slots of [start, end), up to slot `most`.
+    None: last = 0."""
+    first, last, most = count, count * 0, start
     for at in range(0, count, SCAN):
         r = at + tl.arange(0, SCAN)
         a = tl.maximum(tl.load(lo + r, mask=r < count, other=0), start)
@@ -35,9 +34,8 @@ def seers(lo, hi, count, start, end):
         sees = a < b
         first = tl.minimum(first, tl.min(tl.where(sees, r, count), 0))
         last = tl.maximum(last, tl.max(tl.where(sees, r + 1, 0), 0))
-        least = tl.minimum(least, tl.min(tl.where(sees, a, end), 0))
         most = tl.maximum(most, tl.max(tl.where(sees, b, start), 0))
-    return first, last, least, most
+    return first, last, most
 
 
 @triton.jit
@@ -56,12 +54,12 @@ def mass_kernel(
     group, offset = tl.load(group_of + h), tl.load(offsets + h)
     span = (n.to(tl.int64) * groups + group) * rows
     own = tl.load(count + n)
-    first_seer, last_seer, least, most = seers(lo + span, hi + span, own, start, start + BN)
+    first_seer, last_seer, most = seers(lo + span, hi + span, own, start, start + BN)
 
     table += (n.to(tl.int64) * groups + group) * blocks
     first, within = token_rows(table, start, most, stride, offset, B, BN)
     t = start + tl.arange(0, BN)
-    live = (t >= least) & (t < most)
+    live = t < most
     if valid is not None:
         live = live & (tl.load(valid + (first + within), mask=live, other=0) != 0)
 
@@ -77,9 +75,7 @@ def mass_kernel(
         seen = (t[None, :] >= a[:, None]) & (t[None, :] < b[:, None])
         seen = seen & live[None, :] & (z != float("inf"))[:, None]
         x = logits(q, (begin + r) * q_row + head * q_head, ok, scale, k, k2, first, within, live, K, K2, CT, IP)
-        x -= z[:, None] * LOG2E
-        x = tl.where(x > TOP, TOP, x)  # a NaN stays one
-        acc += tl.where(seen, tl.exp2(x), 0.0)
+        acc += tl.where(seen, tl.exp2(x - z[:, None] * LOG2E), 0.0)  # what is not seen may be NaN or infinite
 
     weight = tl.sum(tl.reshape(acc, [HEADS, TOKENS, BN]), 1)
     g = tl.arange(0, HEADS)
@@ -119,8 +115,8 @@ def mass(layers: Layers, i: int, view: View, q: Tensor, lse: Tensor, columns: in
     """float32 [N, Hk, G, columns]: exp(scale q.k - lse) of each slot, summed over the rows of a sequence that see it.
 
     i: index of the layer in its class. q [rows, H, D] any float type, last axis dense, in the model's basis; lse
-    float32 [rows, H]; rows as in `Layers.attend`. lse +inf: the row has no vote. A logit far above its lse weighs
-    2**127 at most.
+    float32 [rows, H]; rows as in `Layers.attend`. lse +inf: the row has no vote. One far below a logit (of other keys)
+    gives infinity, never NaN.
     """
     q = layers._turned(i, q)
     decode = view.most == 1

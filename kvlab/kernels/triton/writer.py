@@ -123,7 +123,7 @@ class Writer:
             append[(-(-T // TOKENS), Hk, self.K.rows + self.V.rows)](
                 k, v, self.k[i], self.v[i], rows, self.bad, self.layers[i], T, self.blocks * self.block,
                 *k.stride()[:2], *v.stride()[:2], *self.turns, K=self.K, V=self.V, BT=TOKENS, BK=SUM,
-                num_warps=self.warps,
+                num_warps=self.warps, num_stages=2,
             )  # fmt: skip
 
     def seal(self, i: int, k: Tensor, v: Tensor, src: Tensor, dst: Tensor) -> None:
@@ -135,7 +135,7 @@ class Writer:
             seal[(len(src), k_jobs + v_jobs)](
                 k, v, self.k[i], self.v[i], src, dst, self.bad, self.layers[i], len(k), self.blocks, self.heads,
                 *self.turns, K=self.K, V=self.V, B=self.block, K_JOBS=k_jobs, BT=TOKENS, BG=GROUP, BK=SUM,
-                num_warps=self.warps,
+                num_warps=self.warps, num_stages=2,
             )  # fmt: skip
 
     def _jobs(self, E: Encoding) -> int:

@@ -21,6 +21,13 @@ if TYPE_CHECKING:
 # up to 10**6 logits). An lse or an output is a weighted mean of those; what its own sums add is smaller.
 ATOL = 2e-6
 
+# With operands of 16 bits (9.2: 2e-3). A number rounded to m bits is off by at most 2**-m of itself, and by 2**-m
+# sqrt(0.54 / 3) in the root mean square (0.54: mean of 1 / mantissa**2, mantissas uniform in the logarithm): 2.1e-4 for
+# float16. In a logit this happens to the query and to a table's entry (or to a query times a channel's scale), in an
+# output to a weight and to an entry: four independent errors, together 4.1e-4, five sigma of which are the bound.
+ATOL_16 = {torch.float16: 2e-3, torch.bfloat16: 8 * 2e-3}
+RMS_16 = {torch.float16: 5e-4, torch.bfloat16: 8 * 5e-4}  # of all outputs together, relative to their own
+
 
 def decode(codec: Codec, layer: int, page: dict[str, Tensor]) -> list[Tensor]:
     """`codec.decode` in float64: where it multiplies matrices, float32 would add errors of its own."""
@@ -71,6 +78,8 @@ def tolerance(cache: Cache, q: Tensor, layer: int = 0) -> float:
     size = [max(1.0, x.square().mean().sqrt().item()) for x in (q, cache.k[layer], cache.v[layer]) if x.numel()]
     if cache.fast:
         return fast_tolerance(cache, q, layer)
+    if cache.operands != torch.float32:
+        return ATOL_16[cache.operands] * math.prod(size)
     turned = cache.codec.page_format().turn is not None
     return ATOL * math.prod(size) * max(1.0, cache.geom.D / 128) ** 0.5 * (3**0.5 if turned else 1.0)
 

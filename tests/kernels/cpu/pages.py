@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
-from float64 import ATOL, assert_exact, decode, exact, tolerance  # noqa: F401  (tests find them here)
+from float64 import ATOL, ATOL_16, RMS_16, assert_exact, decode, exact, tolerance  # noqa: F401  (tests find them here)
 from torch import Tensor
 
 from kvlab import registry
@@ -52,26 +52,46 @@ class Cache:
     k: Tensor
     v: Tensor
     holes: Tensor | None = None  # bool [N, slots]: slots that nobody sees, of all heads
+    valid: Tensor | None = None  # the same as pages have it, uint8 [n_blocks, layers, heads, B], 0 = hole (`punch`)
     fast: bool = False  # what the newest `layers` compute with, and so how close they are
+    operands: torch.dtype = torch.float32  # the same: what products multiply
 
     @property
     def flat(self) -> dict[str, Tensor]:
         return {n: self.arrays.token_rows.get(n, rows) for n, rows in self.arrays.block_rows.items()}
 
-    def layers(self, library: ctypes.CDLL, **changes) -> Layers:
-        a = self.arrays
+    @property
+    def binding(self) -> dict:
+        """What a backend's `layers` are made of, by name."""
+        a, fmt, arrays = self.arrays, self.codec.page_format(), self.flat
+        if self.valid is not None:
+            fmt, arrays = replace(fmt, valid="valid"), {**arrays, "valid": self.valid.view(-1, 1)}
         offset = np.arange(self.group_of.size).reshape(self.group_of.shape) * (not self.ragged)
-        args = {
-            "fmt": self.codec.page_format(), "arrays": self.flat, "block": self.block, "layers": [*range(self.geom.L)],
+        return {
+            "fmt": fmt, "arrays": arrays, "block": self.block, "layers": [*range(self.geom.L)],
             "group_of": self.group_of, "offset": offset, "stride": a.layers * a.heads, "capacity": a.n_blocks,
             "G": self.geom.G, "scale": self.geom.scale,
-        } | changes  # fmt: skip
+        }  # fmt: skip
+
+    def layers(self, library: ctypes.CDLL, **changes) -> Layers:
+        args = self.binding | changes
         self.fast = args.get("fast", False)
         return Layers(library, **args)
 
     @property
     def ragged(self) -> bool:
         return self.table.shape[1] > 1
+
+    def punch(self, holes: Tensor) -> None:
+        """Make slots `holes` bool [N, slots] of a cache with one table for all heads holes, and put garbage there."""
+        self.holes, table = holes, torch.from_numpy(self.table[:, 0]).long()
+        n, slot = holes.nonzero().T
+        at = table[n, slot // self.block], slice(None), slice(None), slot % self.block
+        self.valid = torch.ones(self.arrays.n_blocks, self.arrays.layers, self.arrays.heads, self.block).byte()
+        self.valid[at] = 0
+        for name, t in self.arrays.data.items():
+            if self.arrays.regions[name].scope == "token":
+                t[at] = torch.nan if t.is_floating_point() else torch.iinfo(t.dtype).max
 
     def spoil(self, rows: Rows, seed: int | None = 0) -> None:
         """Garbage (seed None: zeros) in every slot that no row sees, in its scales too, and in every block without a

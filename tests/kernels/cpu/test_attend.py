@@ -11,47 +11,16 @@ from random import Random
 
 import pages
 import pytest
+from formats import BLOCKS, DIMS, FORMATS, META, fits, options_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pages import VARIANTS, Rows
 
 from kvlab.cache.layout import Geom
-from kvlab.codec import Codec
 from kvlab.kernels.cpu import isa
-from kvlab.names import config, names
-from kvlab.registry import instantiate
 
-DIMS = (32, 64, 80, 96, 112, 128, 256)
-BLOCKS = (16, 32, 64, 128)
 # around a run of 16 tokens, a tile of 64, a split of 256, and the blocks
 LENGTHS = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 129, 255, 256, 257, 512, 600)
-META = ("bfloat16", "float32")
-FORMATS: dict[str, tuple[str, dict]] = {
-    **{f"full {t}": ("full", {"dtype": t}) for t in ("float32", "bfloat16", "float16")},
-    **{f"fp8 {f}": ("fp8", {"format": f}) for f in ("e4m3", "e5m2")},
-    **{f"int8 g{g}": ("int8", {"group": g}) for g in (8, 16, 32, "D")},
-    **{f"int4 {b} g{g}": ("int4", {"bits": b, "group": g}) for b in (2, 3, 4) for g in (8, 16, 32, "D")},
-    **{f"kivi k{b} v{9 - b} g{g}": ("kivi", {"bits_k": b, "bits_v": 9 - b, "group": g})
-       for b in range(1, 9) for g in (16, 32, 64)},
-    **{f"turboquant k{b} v{9 - b}": ("turboquant", {"bits_k": b, "bits_v": 9 - b}) for b in range(1, 9)},
-    **{f"prod k{b} v{b}": ("turboquant", {"bits_k": b, "bits_v": b, "variant": "prod"}) for b in range(1, 9)},
-    **{f"turboquant {o} {v}": ("turboquant", {"share" if o in ("head", "all") else "rotation": o, "variant": v})
-       for o in ("head", "all", "identity", "rht") for v in ("mse", "prod")},
-    **{f"{m} {t}": (m, {"meta_dtype": t, "group": 16}) for m in ("int8", "int4", "kivi") for t in META},
-    **{f"turboquant {t}": ("turboquant", {"norm_dtype": t, "variant": "prod"}) for t in META},
-}  # fmt: skip
-DEFAULT = {n: config(n).get("group") for n in names()}
-FORMATS |= {n: (n, {}) for n in names() if n != "composed" and isinstance(instantiate(config(n)), Codec)}
-
-
-def fits(method: str, options: dict, D: int, block: int) -> bool:
-    group = options.get("group", DEFAULT[method])
-    group = D if group in ("D", None) else group
-    if group < 16 and D > 128:  # more runs of codes than the kernels hold: the torch path's
-        return False
-    if options.get("rotation") == "rht" and D & (D - 1):
-        return False
-    return D % group == 0 and (method != "kivi" or block % group == 0)
 
 
 def draw(name: str, i: int) -> dict:
@@ -71,8 +40,8 @@ CASES = [(name, i) for name in FORMATS for i in range(2)]
 
 @lru_cache(maxsize=1)  # every variant of a case in turn
 def made(name: str, i: int):
-    s, (method, options) = draw(name, i), FORMATS[name]
-    options = {k: s["D"] if v == "D" else v for k, v in options.items()}
+    s, method = draw(name, i), FORMATS[name][0]
+    options = options_of(name, s["D"])
     geom = Geom(2, s["Hk"] * s["G"], s["Hk"], s["D"])
     cache = pages.build(method, geom, s["block"], s["lengths"], i, s["ragged"], shift=s["shift"], **options)
     rows = Rows.last(s["count"], s["lengths"], s["window"], cache.table.shape[1])
