@@ -11,7 +11,7 @@ JOBS     ?= 1
 LLAMACPP := .cache/llamacpp
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check soak bench peers llamacpp kernels gpu gpu-dry sanitize tables clean
+.PHONY: help venv demo test check soak bench peers llamacpp kernels aot gpu gpu-dry sanitize tables clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,8 +45,9 @@ check: venv  ## format, lint, import floors
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/lint-imports
 
-soak: venv  ## the long random walks and sweeps that CI leaves out
-	$(PY) -m pytest -q -m slow
+soak: $(VENV)/.triton  ## the long random walks, sweeps and grids that CI leaves out
+	$(PY) -m pytest -q -m slow --ignore tests/kernels/gpu
+	TRITON_INTERPRET=1 $(PY) -m pytest -q -m slow tests/kernels/gpu tests/kernels/test_backends.py
 
 BENCHES := decode_attention caches overhead vs_transformers vs_llamacpp decode prefill continuous
 bench: venv  ## speed against transformers and llama.cpp, 40 minutes; writes benchmarks/results (QUICK=--quick: a trial)
@@ -63,6 +64,9 @@ llamacpp:  ## compile llama.cpp for this CPU into .cache/llamacpp: a peer of the
 
 kernels: venv  ## compile the CPU kernels now, into the user cache (the first run would)
 	$(PY) -m kvlab.kernels.cpu.build
+
+aot: $(VENV)/.triton  ## compile the Triton kernels for GPUs that are not here, an hour of CPU; rewrites their record
+	$(PY) tests/kernels/aot/record.py --write
 
 gpu: venv  ## everything that only a GPU can tell, 8 minutes; writes benchmarks/results/gpu.jsonl and gpu.md
 	$(PY) benchmarks/gpu.py

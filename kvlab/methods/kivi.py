@@ -5,7 +5,7 @@ narrow. A key group needs all its tokens at once, so the newest tokens wait exac
 
 Stored   k               uint8 [Hk, B, D bits_k/8]    codes, packed over the channels of a token in order `split`
          k_step, k_zero  fp16 [Hk, B/group, D]        per BLOCK: one per channel and `group` consecutive tokens
-         v               uint8 [Hk, B, D bits_v/8]    codes, each group of channels packed as a row in order `split`
+         v               uint8 [Hk, B, D bits_v/8]    codes, rows of whole groups packed in order `split`
          v_step, v_zero  fp16 [Hk, B, D/group]        per token and `group` consecutive channels
 Bytes    D bits_k/8 + 4D/group + D bits_v/8 + 4D/group per token and kv head, without the exact tail:
          48 at D=64, 2 bits, group=32 (3 bits an element); fp16: 256
@@ -69,14 +69,20 @@ class Kivi(Codec):
             raise ConfigError(f"kivi: window={self.window!r} is unknown; use unified.")
         self.meta = meta.dtype_of("kivi", "meta_dtype", self.meta_dtype)
         self.channel_k = lookup.order(geom.D, self.bits_k)
-        self.channel_v = lookup.order(geom.D, self.bits_v, self.group)
+        parts = 8 // packing.planes(self.bits_v)[0]
+        self.pack_v = max(
+            n
+            for n in range(self.group, self.group * parts + 1, self.group)
+            if n == self.group or (geom.D % n == 0 and n % parts == 0 and self.group % (n // parts) == 0)
+        )
+        self.channel_v = lookup.order(geom.D, self.bits_v, self.pack_v)
 
     def regions(self, geom: Geom, block: int) -> tuple[Region, ...]:
         D, g = geom.D, self.group
         per_block, per_token = (block // g, D), (D // g,)
         return (
             Region("k", torch.uint8, (packing.packed_bytes(D, self.bits_k),)),
-            Region("v", torch.uint8, (D // g * packing.packed_bytes(g, self.bits_v),)),
+            Region("v", torch.uint8, (D // self.pack_v * packing.packed_bytes(self.pack_v, self.bits_v),)),
             Region("k_step", self.meta, per_block, "block", "metadata"),
             Region("k_zero", self.meta, per_block, "block", "metadata"),
             Region("v_step", self.meta, per_token, "token", "metadata"),
@@ -99,13 +105,14 @@ class Kivi(Codec):
     def _encode_v(self, vg: Tensor, step: Tensor, zero: Tensor) -> Page:
         """vg [M, Hk, B, D/group, group]"""
         codes = affine.asymmetric_codes(vg, step, zero, self.bits_v)
-        return {"v": packing.pack(codes, self.bits_v).flatten(-2), "v_step": step[..., 0], "v_zero": zero[..., 0]}
+        rows = codes.flatten(-2).unflatten(-1, (-1, self.pack_v))
+        return {"v": packing.pack(rows, self.bits_v).flatten(-2), "v_step": step[..., 0], "v_zero": zero[..., 0]}
 
     def decode(self, layer: int, page: Page) -> tuple[Tensor, Tensor]:
         codes = packing.unpack(page["k"], self.geom.D, self.bits_k).unflatten(-2, (-1, self.group))
         k = affine.asymmetric_values(codes, *self._key_params(page)).flatten(-3, -2)
-        packed = page["v"].unflatten(-1, (self.geom.D // self.group, -1))
-        codes = packing.unpack(packed, self.group, self.bits_v)
+        packed = page["v"].unflatten(-1, (self.geom.D // self.pack_v, -1))
+        codes = packing.unpack(packed, self.pack_v, self.bits_v).flatten(-2).unflatten(-1, (-1, self.group))
         return k, affine.asymmetric_values(codes, page["v_step"][..., None], page["v_zero"][..., None]).flatten(-2)
 
     def _key_params(self, page: Page) -> list[Tensor]:
@@ -124,9 +131,12 @@ class Kivi(Codec):
         lookup.codes(page["k"], self.bits_k, k, scratch.get)
         step, zero = (p.index_select(-1, self.channel_k) for p in self._key_params(page))
         k.view(*lead[:-1], -1, g, D).mul_(step).add_(zero)
-        v = scratch.get("kivi.v", (*lead, D // g, g), torch.float32)
-        lookup.codes(page["v"].reshape(*lead, D // g, -1), self.bits_v, v, scratch.get)
-        v.mul_(page["v_step"].unsqueeze(-1)).add_(page["v_zero"].unsqueeze(-1))
+        v = scratch.get("kivi.v", (*lead, D // self.pack_v, self.pack_v), torch.float32)
+        lookup.codes(page["v"].reshape(*lead, D // self.pack_v, -1), self.bits_v, v, scratch.get)
+        n = self.pack_v // g  # groups of a row; the codes of a byte belong to all of them, one after the other
+        by_group = v.view(*lead, D // self.pack_v, -1, n, 1 if n == 1 else 8 // packing.planes(self.bits_v)[0] // n)
+        step, zero = (page[p].unflatten(-1, (-1, 1, n, 1)) for p in ("v_step", "v_zero"))
+        by_group.mul_(step).add_(zero)
         return k, v.view(*lead, D)
 
     def output(self, layer: int, o: Tensor) -> Tensor:
@@ -135,7 +145,7 @@ class Kivi(Codec):
     def page_format(self) -> Format:
         D, g = self.geom.D, self.group
         k = Side("k", "codes", D, self.bits_k, D, "block", g, "k_step", zero="k_zero", fit="minmax")
-        v = Side("v", "codes", D, self.bits_v, g, "token", g, "v_step", zero="v_zero", fit="minmax")
+        v = Side("v", "codes", D, self.bits_v, self.pack_v, "token", g, "v_step", zero="v_zero", fit="minmax")
         return Format((k,), v)
 
     def label(self) -> str:

@@ -121,7 +121,8 @@ class TorchLayers:
         table, lo, hi, _, count = view
         a, b = (torch.from_numpy(x[n][self.cache.group_of[i], : count[n]]) for x in (lo, hi))
         end = max(1, int(torch.where(a < b, b, 0).max()))
-        page = self._page(i, table[n][:, : -(-end // self.cache.block)])
+        ids = table[n][:, : -(-end // self.cache.block)]
+        page = self._page(i, ids if ids.size else np.zeros((len(ids), 1), int))  # no keys at all crash torch's kernel
         k, v = (x.float() for x in self.cache.codec.read(i, page, self.scratch))
         slot = torch.arange(k.shape[2])
         seen = (slot >= a[..., None]) & (slot < b[..., None])

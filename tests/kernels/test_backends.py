@@ -107,7 +107,7 @@ def test_a_half_with_all_the_weight_takes_all_in_either_order(backend, count):
 @pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize("count", [1, 9])
 def test_rows_that_see_nothing_are_zeros_and_minus_infinity(backend, name, count):
-    """hi == lo, hi < lo, hi == 0, among rows that see something; a sequence without rows; a step without any."""
+    """hi == lo, hi < lo, hi == 0, among rows that see something; a table of no blocks; no rows."""
     cache = made(name, [30] * 4)
     rows = Rows.last([count] * 3 + [0], [30] * 4)
     rows.lo[0], rows.hi[0] = 30, 30
@@ -115,6 +115,8 @@ def test_rows_that_see_nothing_are_zeros_and_minus_infinity(backend, name, count
     rows.lo[2, :, 1:3], rows.hi[2, :, 1:3] = 0, 0
     q = pages.queries(cache, rows)
     pages.assert_exact(cache, rows, q, attend(backend, cache, rows, q))
+    rows.lo[:], rows.hi[:] = 0, 0
+    pages.assert_exact(cache, rows, q, attend(backend, cache, rows, q, table=cache.table[:, :, :0]))
     none = Rows([], np.zeros((0, 1, 1), int), np.zeros((0, 1, 1), int))
     attend(backend, cache, none, q[:0], table=cache.table[:0])
 

@@ -5,9 +5,12 @@ slots [split * SPLIT, (split + 1) * SPLIT) (SPLIT 0: all), BN at a time, with a 
 Splits and tiles begin at fixed slots, so a row's bits do not depend on its neighbours. Out: normalised float32, natural
 lse; zeros and -inf for a row that saw nothing (the out of an empty split is not written: merge.py skips it).
 
-Scales of tokens multiply columns of logits and of probabilities, scales of key channels multiply the query, zeros
-become sums: numbers stay as they are stored. With 16-bit operands queries and weighted probabilities are divided by the
-largest of their row first, so that neither a small scale nor a large one leaves float16.
+Query rows are the COLUMNS of every product, slots or channels its rows: few heads are padded to 8 columns where they
+would be padded to 16 rows. Tiles that all rows see whole have no masks.
+
+A key's one scale a token multiplies its logits, zeros become sums, and queries are divided by the largest of their row,
+so that float16 numbers stay as they are stored. All other scales multiply numbers as they are unpacked, with 16-bit
+operands to values that float16 must hold (65504).
 """
 
 from __future__ import annotations
@@ -20,28 +23,30 @@ from kvlab.kernels.triton.numbers import (
     LOG2E,
     channels,
     factor,
-    numbers,
     raw,
+    row,
     token_rows,
-    token_scale,
-    token_zero,
+    token_scales,
+    words,
 )
 
 
 @triton.jit
-def query_units(q, at, ok, base: tl.constexpr, S: tl.constexpr):
-    """float32 [BM, pad] of each unit of a side. at [BM]: where a row begins; base: the side's first channel."""
+def query_rows(q, at, ok, base: tl.constexpr, S: tl.constexpr):
+    """float32 [channels of a packed row, BM], a tuple with one per packed row. at [BM]: where a query row begins; base:
+    the side's first channel."""
     out = ()
-    for u in tl.static_range(S.rows * S.parts):
-        live = ok[:, None] & (tl.arange(0, S.pad) < S.cols)[None, :]
-        out = out + (tl.load(q + (at[:, None] + base + channels(S, u)[None, :]), mask=live, other=0.0).to(tl.float32),)
+    for r in tl.static_range(S.rows):
+        c, real = channels(S, r)
+        x = tl.load(q + (at[None, :] + base + c[:, None]), mask=ok[None, :] & real[:, None], other=0.0)
+        out = out + (x.to(tl.float32),)
     return out
 
 
 @triton.jit
 def largest(xs, top):
-    for u in tl.static_range(len(xs)):
-        top = tl.maximum(top, tl.max(tl.abs(xs[u]), 1))
+    for r in tl.static_range(len(xs)):
+        top = tl.maximum(top, tl.max(tl.abs(xs[r]), 0))
     return top
 
 
@@ -51,20 +56,14 @@ def inverse(x):
 
 
 @triton.jit
-def prepare(xs, per, S: tl.constexpr, CT: tl.constexpr):
-    """(operands, sums): query units times `per` as products take them, and the sum over each group of channels, which
-    zeros multiply. Queries of keys with scales per channel stay float32: they are multiplied in every tile."""
+def prepare(xs, per, CT: tl.constexpr):
+    """(operands, sums): queries times `per` as products take them, and what they then sum up to, which zeros multiply:
+    a rounded query meets the keys that the page means."""
     out, sums = (), ()
-    for u in tl.static_range(len(xs)):
-        x = xs[u] * per[:, None]
-        if u % S.units == 0:
-            sums = sums + (tl.sum(x, 1),)
-        else:
-            sums = sums[:-1] + (sums[len(sums) - 1] + tl.sum(x, 1),)
-        if S.axis == "block":
-            out = out + (x,)
-        else:
-            out = out + (x.to(CT),)
+    for r in tl.static_range(len(xs)):
+        x = (xs[r] * per[None, :]).to(CT)
+        out = out + (x,)
+        sums = sums + (tl.sum(x.to(tl.float32), 0),)
     return out, sums
 
 
@@ -78,77 +77,81 @@ def load_rows(side, S: tl.constexpr, first, rows, live):
 
 
 @triton.jit
-def unit(held, side, S: tl.constexpr, u: tl.constexpr, CT: tl.constexpr):
-    """[BN, pad] numbers of unit u."""
-    return numbers(held[u // S.parts], side, S, u % S.parts, CT)
-
-
-@triton.jit
-def scores(x, qs, sums, side, S: tl.constexpr, first, rows, live, CT: tl.constexpr, IP: tl.constexpr):
-    """x [BM, BN] plus queries times the keys of a tile."""
+def scores(x, qs, sums, side, table, S: tl.constexpr, first, rows, live, CT: tl.constexpr, IP: tl.constexpr):
+    """x [BN, BM] plus the keys of a tile times queries. live [BN]: slots whose bytes mean something; None: all."""
+    SCALED: tl.constexpr = S.group < S.width // S.rows  # a packed row has several scales
+    scales = token_scales(side, S, first, rows, live)
     held = load_rows(side, S, first, rows, None)
-    if S.axis == "block":
-        for u in tl.static_range(S.rows * S.parts):
-            x = by_channel(x, qs[u], tl.trans(unit(held, side, S, u, CT)), side, S, u, first, CT, IP)
-    else:
-        for g in tl.static_range(S.rows * S.parts // S.units):
-            part = x if S.axis == "none" else tl.zeros_like(x)
-            for j in tl.static_range(S.units):
-                k = tl.trans(unit(held, side, S, g * S.units + j, CT))
-                part = tl.dot(qs[g * S.units + j], k, part, input_precision=IP)
-            if S.axis == "token":
-                s = token_scale(side, S, g, first, rows, live)
-                x += part * (s * factor(S))[None, :]
-                if side.zero is not None:
-                    x += sums[g][:, None] * token_zero(side, S, g, s, first, rows, live)[None, :]
-            else:
-                x = part
-    return x
-
-
-@triton.jit
-def by_channel(x, q, k, side, S: tl.constexpr, u: tl.constexpr, first, CT: tl.constexpr, IP: tl.constexpr):
-    """x plus q [BM, pad] times a unit of keys whose scales belong to channels and a group of tokens that holds the
-    whole tile."""
-    real = tl.arange(0, S.pad) < S.cols
-    at = first // S.group * S.scales + channels(S, u)
-    s = tl.load(side.scale + at, mask=real, other=0.0).to(tl.float32)
-    scaled = q * (s * factor(S))[None, :]
-    if CT == tl.float32:
-        x = tl.dot(scaled, k, x, input_precision=IP)
-    else:
-        top = tl.max(tl.abs(scaled), 1)
-        x += tl.dot((scaled * inverse(top)[:, None]).to(CT), k) * top[:, None]
-    if side.zero is not None:
-        z = tl.load(side.zero + at, mask=real, other=0.0).to(tl.float32) + S.mid * s
-        x += tl.sum(q * z[None, :], 1)[:, None]
-    return x
-
-
-@triton.jit
-def weigh(acc, p, alpha, side, S: tl.constexpr, first, rows, live, CT: tl.constexpr, IP: tl.constexpr):
-    """acc * alpha + p @ values, unit by unit. live [BN]: slots whose bytes mean something."""
-    out = ()
-    held = load_rows(side, S, first, rows, live[:, None] if S.may_be_nan else None)
-    for g in tl.static_range(S.rows * S.parts // S.units):
-        w = p
-        if S.axis == "token":
-            s = token_scale(side, S, g, first, rows, live)
-            w = p * s[None, :]
-            if CT != tl.float32:
-                top = tl.max(tl.abs(w), 1)
-                w = w * inverse(top)[:, None]
-        for j in tl.static_range(S.units):
-            v = unit(held, side, S, g * S.units + j, CT)
-            a = acc[g * S.units + j] * alpha[:, None]
-            if S.axis == "token" and CT != tl.float32:
-                a += tl.dot(w.to(CT), v) * top[:, None]
-            else:
-                a = tl.dot(w.to(CT), v, a, input_precision=IP)
+    for r in tl.static_range(S.rows):
+        k = row(held, scales, side, table, S, r, first, SCALED, CT)
+        if S.axis == "token" and not SCALED:
+            s, z = scales[r * (S.width // S.rows) // S.group]
+            x += tl.dot(k, qs[r], input_precision=IP) * s[:, None]
             if side.zero is not None:
-                a += tl.sum(p * token_zero(side, S, g, s, first, rows, live)[None, :], 1)[:, None]
-            out = out + (a,)
+                if CT == tl.float32:
+                    z += S.mid * s
+                x += sums[r][None, :] * z[:, None]
+        else:
+            x = tl.dot(k, qs[r], x, input_precision=IP)
+    return x
+
+
+@triton.jit
+def weigh(
+    acc, p, alpha, scales, side, table, S: tl.constexpr, first, rows, live, CT: tl.constexpr, IP: tl.constexpr
+):  # fmt: skip
+    """acc * alpha plus the transposed values of a tile times p, packed row by packed row. live as in `scores`."""
+    out = ()
+    if S.may_be_nan and live is not None:
+        held = load_rows(side, S, first, rows, live[:, None])
+    else:
+        held = load_rows(side, S, first, rows, None)
+    w = p.to(CT)
+    for r in tl.static_range(S.rows):
+        v = tl.trans(row(held, scales, side, table, S, r, first, True, CT))
+        out = out + (tl.dot(v, w, acc[r] * alpha[None, :], input_precision=IP),)
     return out
+
+
+@triton.jit
+def walk(
+    state, begin, end, a, b, least, to_log2, qs, sums, qs2, sums2, k, k2, v, k_table, k2_table, v_table, valid, table,
+    stride, offset, K: tl.constexpr, K2: tl.constexpr, V: tl.constexpr, B: tl.constexpr, TOKENS: tl.constexpr,
+    BN: tl.constexpr, CT: tl.constexpr, IP: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """state (acc, top, total) after the slots [begin, end). WHOLE: all rows see all of them. total [BN, BM]: sums of a
+    slot of every tile, added up at the end."""
+    acc, top, total = state
+    for start in tl.range(begin, end, BN, num_stages=STAGES):
+        if WHOLE:
+            first, within = token_rows(table, start, None, stride, offset, B, BN)
+            live = None
+        else:
+            t = start + tl.arange(0, BN)
+            seen = (t[:, None] >= a[None, :]) & (t[:, None] < b[None, :])
+            first, within = token_rows(table, start, end, stride, offset, B, BN)
+            live = t < end
+            if valid is not None:
+                live = live & (tl.load(valid + (first + within), mask=live, other=0) != 0)
+                seen = seen & live[:, None]
+            if TOKENS > 1:  # ranges of rows may leave a gap that none of them sees
+                live = live & (tl.max(seen.to(tl.int32), 1) > 0)
+            else:
+                live = live & (t >= least)
+        scales = token_scales(v, V, first, within, live)  # early: nothing prefetches them
+        x = scores(tl.zeros_like(total), qs, sums, k, k_table, K, first, within, live, CT, IP)
+        if K2 is not None:
+            x = scores(x, qs2, sums2, k2, k2_table, K2, first, within, live, CT, IP)
+        x = x * to_log2[None, :]
+        if not WHOLE:
+            x = tl.where(seen, x, -float("inf"))
+        peak = tl.maximum(top, tl.max(x, 0))
+        shift = tl.where(peak == -float("inf"), 0.0, peak)
+        p, alpha = tl.exp2(x - shift[None, :]), tl.exp2(top - shift)
+        total = total * alpha[None, :] + p
+        acc = weigh(acc, p, alpha, scales, v, v_table, V, first, within, live, CT, IP)
+        top = peak
+    return acc, top, total
 
 
 @triton.jit(do_not_specialize=["blocks", "groups", "rows", "splits", "stride", "l_split", "l_row", "l_head"])
@@ -178,13 +181,17 @@ def attend(
     if SPLIT > 0:
         begin, end = tl.maximum(begin, split * SPLIT), tl.minimum(end, (split + 1) * SPLIT)
     table += (n.to(tl.int64) * groups + group) * blocks
+    whole = tl.cdiv(tl.max(tl.where(ok, a, 0), 0), BN) * BN  # every row sees all slots of [whole, rest)
+    rest = tl.min(tl.where(ok, tl.where(b > a, b, 0), 2**31 - 1), 0) // BN * BN
+    whole = tl.minimum(tl.maximum(whole, begin), end)
+    rest = tl.maximum(tl.minimum(rest, end), whole)
 
-    row = tl.load(first_row + n).to(tl.int64) + r
+    row_at = tl.load(first_row + n).to(tl.int64) + r
     head = h * G + m % G
-    at = row * q_row + head * q_head
-    xs = query_units(q, at, ok, 0, K)
+    at = row_at * q_row + head * q_head
+    xs = query_rows(q, at, ok, 0, K)
     if K2 is not None:
-        xs2 = query_units(q, at, ok, K.width, K2)
+        xs2 = query_rows(q, at, ok, K.width, K2)
     per = tl.zeros([BM], tl.float32) + 1.0
     if CT != tl.float32:
         per = largest(xs, tl.zeros([BM], tl.float32))
@@ -195,44 +202,41 @@ def attend(
         per = inverse(per)
     if K.axis == "none":
         to_log2 *= factor(K)
-    qs, sums = prepare(xs, per, K, CT)
+    qs, sums = prepare(xs, per, CT)
+    qs2, sums2, k2_table = (), (), ()
     if K2 is not None:
-        qs2, sums2 = prepare(xs2, per, K2, CT)
+        qs2, sums2 = prepare(xs2, per, CT)
+        k2_table = words(K2, CT)
+    k_table, v_table = words(K, CT), words(V, CT)
 
     acc = ()
-    for _ in tl.static_range(V.rows * V.parts):
-        acc = acc + (tl.zeros([BM, V.pad], tl.float32),)
-    top, total = tl.zeros([BM], tl.float32) - float("inf"), tl.zeros([BM], tl.float32)
-    for start in range(begin, end, BN):
-        t = start + tl.arange(0, BN)
-        seen = (t[None, :] >= a[:, None]) & (t[None, :] < b[:, None])
-        first, within = token_rows(table, start, end, stride, offset, B, BN)
-        live = t < end
-        if valid is not None:
-            live = live & (tl.load(valid + (first + within), mask=live, other=0) != 0)
-            seen = seen & live[None, :]
-        if TOKENS > 1:  # ranges of rows may leave a gap that none of them sees
-            live = live & (tl.max(seen.to(tl.int32), 0) > 0)
-        else:
-            live = live & (t >= least)
-        x = scores(tl.zeros([BM, BN], tl.float32), qs, sums, k, K, first, within, live, CT, IP)
-        if K2 is not None:
-            x = scores(x, qs2, sums2, k2, K2, first, within, live, CT, IP)
-        x = tl.where(seen, x * to_log2[:, None], -float("inf"))
-        peak = tl.maximum(top, tl.max(x, 1))
-        shift = tl.where(peak == -float("inf"), 0.0, peak)
-        p, alpha = tl.exp2(x - shift[:, None]), tl.exp2(top - shift)
-        total = total * alpha + tl.sum(p, 1)
-        acc = weigh(acc, p, alpha, v, V, first, within, live, CT, IP)
-        top = peak
+    for _ in tl.static_range(V.rows):
+        acc = acc + (tl.zeros([V.parts * V.pad, BM], tl.float32),)
+    state = (acc, tl.zeros([BM], tl.float32) - float("inf"), tl.zeros([BN, BM], tl.float32))
+    if valid is not None:
+        state = walk(
+            state, begin, end, a, b, least, to_log2, qs, sums, qs2, sums2, k, k2, v, k_table, k2_table, v_table, valid,
+            table, stride, offset, K, K2, V, B, TOKENS, BN, CT, IP, False, None,
+        )  # fmt: skip
+    else:
+        for i in tl.static_range(3):
+            state = walk(
+                state, begin if i == 0 else whole if i == 1 else rest, whole if i == 0 else rest if i == 1 else end,
+                a, b, least, to_log2, qs, sums, qs2, sums2, k, k2, v, k_table, k2_table, v_table, None,
+                table, stride, offset, K, K2, V, B, TOKENS, BN, CT, IP, i == 1, None if i == 1 else 1,
+            )  # fmt: skip
+    acc, top, total = state
 
+    total = tl.sum(total, 0)
     some = total != 0  # NaN is some
     per = tl.where(some, 1 / total, 0.0)
-    row_out = out + split * o_split + row * o_row + head * o_head
+    row_out = out + split * o_split + row_at * o_row + head * o_head
     keep = ok if SPLIT == 0 else ok & some
-    for u in tl.static_range(V.rows * V.parts):
-        real = keep[:, None] & (tl.arange(0, V.pad) < V.cols)[None, :]
-        y = acc[u] * (per * factor(V))[:, None]
-        tl.store(row_out[:, None] + channels(V, u)[None, :], y.to(out.dtype.element_ty), mask=real)
+    if V.axis == "none":
+        per *= factor(V)
+    for r in tl.static_range(V.rows):
+        c, real = channels(V, r)
+        y = (acc[r] * per[None, :]).to(out.dtype.element_ty)
+        tl.store(row_out[None, :] + c[:, None], y, mask=keep[None, :] & real[:, None])
     z = tl.where(some, (tl.where(top == -float("inf"), 0.0, top) + tl.log2(total)) * LN2, -float("inf"))
-    tl.store(lse + split * l_split + row * l_row + head * l_head, z, mask=ok)
+    tl.store(lse + split * l_split + row_at * l_row + head * l_head, z, mask=ok)

@@ -117,8 +117,9 @@ class Layers:
         device = arrays[fmt.v.codes].device
         self.fmt, self.block, self.layers, self.stride, self.capacity = fmt, block, layers, stride, capacity
         self.G, self.Hk, self.scale, self.exact = G, group_of.shape[1], scale, exact
-        self.K = [sides.spec(s) for s in fmt.k]
-        self.V = sides.spec(fmt.v)
+        self.nvidia = sides.nvidia(device) and not interpreted()
+        self.K = [sides.spec(s, self.nvidia) for s in fmt.k]
+        self.V = sides.spec(fmt.v, self.nvidia)
         self.k = [sides.pointers(s, arrays) for s in fmt.k]
         self.v = sides.pointers(fmt.v, arrays)
         self.valid = fmt.valid and arrays[fmt.valid]
@@ -184,9 +185,9 @@ class Layers:
 
     def _attend(self, i: int, view: View, q: Tensor, out: Tensor, lse: Tensor, join: bool) -> None:
         decode = view.most == 1
-        t = attend_tiles(self.fmt, self.block, self.G, decode, self.exact)
+        t = attend_tiles(self.fmt, self.block, self.G, decode, self.exact, self.nvidia)
         N, groups, blocks = view.table.shape
-        splits = -(-blocks * self.block // SPLIT) if decode else 1
+        splits = max(1, -(-blocks * self.block // SPLIT)) if decode else 1
         to, to_lse = out[None], lse[None]
         if splits > 1 or join:
             to = torch.empty((splits, *out.shape), dtype=torch.float32, device=q.device)

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvlab.kernels.triton.attend import inverse, largest, prepare, query_units, scores
-from kvlab.kernels.triton.numbers import LOG2E, factor, token_rows
+from kvlab.kernels.triton.attend import inverse, largest, prepare, query_rows, scores
+from kvlab.kernels.triton.numbers import LOG2E, factor, token_rows, words
 from kvlab.kernels.triton.tiles import attend_tiles
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def mass_kernel(
 ):  # fmt: skip
     """out float32 [N, Hk, G, columns]; grid (tiles of BN slots, Hk, N). Else as `attend`, lse read.
 
-    Row m of a product is head m // TOKENS of token m % TOKENS, HEADS = G padded: TOKENS and HEADS are powers of two.
+    Column m of a product is head m // TOKENS of token m % TOKENS, HEADS = G padded: TOKENS and HEADS are powers of two.
     """
     start = tl.program_id(0) * BN
     h, n = tl.program_id(1), tl.program_id(2)
@@ -66,21 +66,21 @@ def mass_kernel(
     m = tl.arange(0, HEADS * TOKENS)
     head = h * G + m // TOKENS
     begin = tl.load(first_row + n).to(tl.int64)
-    acc = tl.zeros([HEADS * TOKENS, BN], tl.float32)
+    acc = tl.zeros([BN, HEADS * TOKENS], tl.float32)
     for tile in range(first_seer // TOKENS * TOKENS, last_seer, TOKENS):
         r = tile + m % TOKENS
         ok = (m // TOKENS < G) & (r < own)
         a, b = tl.load(lo + span + r, mask=ok, other=0), tl.load(hi + span + r, mask=ok, other=0)
         z = tl.load(lse + (begin + r) * l_row + head * l_head, mask=ok, other=float("inf"))
-        seen = (t[None, :] >= a[:, None]) & (t[None, :] < b[:, None])
-        seen = seen & live[None, :] & (z != float("inf"))[:, None]
+        seen = (t[:, None] >= a[None, :]) & (t[:, None] < b[None, :])
+        seen = seen & live[:, None]
         x = logits(q, (begin + r) * q_row + head * q_head, ok, scale, k, k2, first, within, live, K, K2, CT, IP)
-        acc += tl.where(seen, tl.exp2(x - z[:, None] * LOG2E), 0.0)  # what is not seen may be NaN or infinite
+        acc += tl.where(seen, tl.exp2(x - z[None, :] * LOG2E), 0.0)  # what is not seen may be NaN or infinite
 
-    weight = tl.sum(tl.reshape(acc, [HEADS, TOKENS, BN]), 1)
+    weight = tl.sum(tl.reshape(acc, [BN, HEADS, TOKENS]), 2)
     g = tl.arange(0, HEADS)
-    at = ((n.to(tl.int64) * tl.num_programs(1) + h) * G + g)[:, None] * columns + t[None, :]
-    tl.store(out + at, weight, mask=(g < G)[:, None] & (t < columns)[None, :])
+    at = ((n.to(tl.int64) * tl.num_programs(1) + h) * G + g)[None, :] * columns + t[:, None]
+    tl.store(out + at, weight, mask=(g < G)[None, :] & (t < columns)[:, None])
 
 
 @triton.jit
@@ -88,10 +88,10 @@ def logits(
     q, at, ok, scale, k, k2, first, within, live,
     K: tl.constexpr, K2: tl.constexpr, CT: tl.constexpr, IP: tl.constexpr,
 ):  # fmt: skip
-    """float32 [BM, BN] in base 2: queries that begin at q + at, float [BM, width], times the keys of a tile."""
-    xs = query_units(q, at, ok, 0, K)
+    """float32 [BN, BM] in base 2: queries that begin at q + at, float [BM, width], times the keys of a tile."""
+    xs = query_rows(q, at, ok, 0, K)
     if K2 is not None:
-        xs2 = query_units(q, at, ok, K.width, K2)
+        xs2 = query_rows(q, at, ok, K.width, K2)
     per = tl.zeros_like(at).to(tl.float32) + 1.0
     if CT != tl.float32:
         per = largest(xs, tl.zeros_like(per))
@@ -102,13 +102,13 @@ def logits(
         per = inverse(per)
     if K.axis == "none":
         to_log2 *= factor(K)
-    qs, sums = prepare(xs, per, K, CT)
-    x = tl.zeros([at.shape[0], live.shape[0]], tl.float32)
-    x = scores(x, qs, sums, k, K, first, within, live, CT, IP)
+    qs, sums = prepare(xs, per, CT)
+    x = tl.zeros([live.shape[0], at.shape[0]], tl.float32)
+    x = scores(x, qs, sums, k, words(K, CT), K, first, within, live, CT, IP)
     if K2 is not None:
-        qs2, sums2 = prepare(xs2, per, K2, CT)
-        x = scores(x, qs2, sums2, k2, K2, first, within, live, CT, IP)
-    return x * to_log2[:, None]
+        qs2, sums2 = prepare(xs2, per, CT)
+        x = scores(x, qs2, sums2, k2, words(K2, CT), K2, first, within, live, CT, IP)
+    return x * to_log2[None, :]
 
 
 def mass(layers: Layers, i: int, view: View, q: Tensor, lse: Tensor, columns: int) -> Tensor:
@@ -120,7 +120,7 @@ def mass(layers: Layers, i: int, view: View, q: Tensor, lse: Tensor, columns: in
     """
     q = layers._turned(i, q)
     decode = view.most == 1
-    t = attend_tiles(layers.fmt, layers.block, layers.G, decode, layers.exact)
+    t = attend_tiles(layers.fmt, layers.block, layers.G, decode, layers.exact, layers.nvidia)
     N, groups, blocks = view.table.shape
     heads = 1 << (layers.G - 1).bit_length()
     tokens = max(1, (16 if decode else 32) // heads)

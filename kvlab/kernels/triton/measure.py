@@ -71,8 +71,9 @@ def _parse(text: str, code: re.Pattern, jump: str) -> tuple[list[Instruction], l
 
 
 def _main(loops: list[list[Instruction]], product: Callable[[Instruction], bool]) -> list[Instruction]:
-    """Of two loops with as many products the shorter one is the inner one. Empty if no loop has any."""
-    best = min(loops, key=lambda x: (-sum(map(product, x)), len(x)), default=[])
+    """Of loops with as many products the one that prefetches is the main one (others take what is left at its ends), or
+    the shorter one, which is the inner one. Empty if no loop has any."""
+    best = min(loops, key=lambda x: (-sum(map(product, x)), all(i.base != "LDGSTS" for i in x), len(x)), default=[])
     return best if any(map(product, best)) else []
 
 

@@ -1,4 +1,4 @@
-"""Device functions that read pages: rows of tokens, numbers of a unit, scales. Sides are described in sides.py."""
+"""Device functions that read pages: rows of tokens, numbers of packed rows, scales. Sides are described in sides.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def token_rows(table, start, end, stride, offset, B: tl.constexpr, BN: tl.conste
     """(first, rows): tokens [start, start + BN) are rows first + rows of the flat [.., B] token view, first int64.
 
     A tile inside one block has one id and offsets that do not change in the loop; else ids are loaded per token. Those
-    from `end` on get the null block: their address is valid, their bytes mean nothing.
+    from `end` on get the null block: their address is valid, their bytes mean nothing. end None: all are below it.
     """
     j = tl.arange(0, BN)
     if BN <= B:
@@ -22,20 +22,24 @@ def token_rows(table, start, end, stride, offset, B: tl.constexpr, BN: tl.conste
         return (block * stride + offset) * B + start % B, j
     else:
         t = start + j
-        block = tl.load(table + t // B, mask=t < end, other=0).to(tl.int64)
+        if end is None:
+            block = tl.load(table + t // B).to(tl.int64)
+        else:
+            block = tl.load(table + t // B, mask=t < end, other=0).to(tl.int64)
         return tl.zeros([], tl.int64), (block * stride + offset) * B + t % B
 
 
 @triton.jit
-def channels(S: tl.constexpr, u: tl.constexpr):
-    """int32 [pad]: the channel at each column of unit u; those from S.cols on are padding."""
-    return (u // S.parts) * (S.width // S.rows) + (u % S.parts) * S.cols + tl.arange(0, S.pad)
+def channels(S: tl.constexpr, r: tl.constexpr):
+    """(int32, bool) [parts * pad]: the channel at each column of packed row r, and whether it is one or padding."""
+    c = tl.arange(0, S.parts * S.pad)
+    return r * (S.width // S.rows) + c // S.pad * S.cols + c % S.pad, c % S.pad < S.cols
 
 
 @triton.jit
-def group_of_unit(S: tl.constexpr, u: tl.constexpr):
-    """Which of a token's scales unit u takes."""
-    return ((u // S.parts) * (S.width // S.rows) + (u % S.parts) * S.cols) // S.group
+def group_of(S: tl.constexpr, r: tl.constexpr, i: tl.constexpr):
+    """Which of a token's scales part i of packed row r takes."""
+    return (r * (S.width // S.rows) + i * S.cols) // S.group
 
 
 @triton.jit
@@ -60,41 +64,81 @@ def raw(side, S: tl.constexpr, r: tl.constexpr, first, rows, live):
 
 
 @triton.jit
-def numbers(planes, side, S: tl.constexpr, i: tl.constexpr, CT: tl.constexpr):
+def narrow_shift(S: tl.constexpr, i: tl.constexpr):
+    """int32 [1, pad]: where the bits of part i begin in the bytes of the narrow plane, at each column."""
+    return ((i * (S.cols // S.narrow_cols) + tl.arange(0, S.pad) // S.narrow_cols) * S.narrow)[None, :]
+
+
+@triton.jit
+def words(S: tl.constexpr, CT: tl.constexpr):
+    """Registers that hold a table, for `numbers`; made once, outside of the loop."""
+    out = ()
+    if CT == tl.float16 and S.ptx is not None:
+        for i in tl.static_range(len(S.ptx.words)):
+            zero = tl.zeros([], tl.int32)
+            out = out + (tl.inline_asm_elementwise(S.ptx.words[i], "=r,r", [zero], tl.int32, is_pure=True, pack=1),)
+    return out
+
+
+@triton.jit
+def numbers(held, side, table, S: tl.constexpr, i: tl.constexpr, mid: tl.constexpr, CT: tl.constexpr):
     """Part i of a packed row as numbers of type CT, [BN, pad]. Times `factor` they are what the format means, up to
-    S.mid, which is subtracted from codes with a zero."""
-    wide, narrow = planes
+    mid, which float32 codes are counted from. held: of `raw`; table: of `words`."""
+    wide, narrow = held
+    if CT == tl.float16 and S.ptx is not None:
+        # Not pure: what has effects stays where it is. Moved into the order in which products take operands it would
+        # find bytes of several tokens there, and load them one by one; so float16 go through shared memory instead.
+        if S.narrow:
+            args = (wide, narrow, narrow_shift(S, i)) + table
+        else:
+            args = (wide,) + table
+        return tl.inline_asm_elementwise(S.ptx.texts[i], S.ptx.constraints, args, tl.float16, is_pure=False, pack=4)
     if S.kind == "number":
         if CT == tl.float16 and wide.dtype == tl.int8:
             return half((wide ^ -128).to(tl.uint8, bitcast=True), 0, 255, 128)
         return wide.to(CT)
-    if S.kind == "e4m3":  # sign, exponent and mantissa where float16 has them: 2**-8 of the value
+    if S.kind == "e4m3":  # sign, exponent and mantissa where float16 has them: 2**-8 of the value, never a NaN
         x = wide.to(tl.uint16)
         return (((x & 0x80) << 8) | ((x & 0x7F) << 7)).to(tl.float16, bitcast=True).to(CT)
     if S.kind == "e5m2":
         return (wide.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(CT)
     mask: tl.constexpr = (1 << S.wide) - 1
     if CT == tl.float16 and side.table is None and S.narrow == 0:
-        return half(wide, i * S.wide, mask, S.mid)
+        return half(wide, i * S.wide, mask, 0)
     code = (wide >> (i * S.wide)) & mask if S.wide < 8 else wide
     if S.narrow:
-        per: tl.constexpr = S.cols // S.narrow_cols  # bytes of the wide plane for one of the narrow one
-        c = tl.arange(0, S.pad)[None, :]
-        shift = ((i * per + c // S.narrow_cols) * S.narrow).to(tl.uint8)
-        code = code | (((narrow >> shift) & ((1 << S.narrow) - 1)) << S.wide)
+        code = code | (((narrow >> narrow_shift(S, i).to(tl.uint8)) & ((1 << S.narrow) - 1)) << S.wide)
     if side.table is not None:
         return tl.load(side.table + code).to(CT)
     if CT == tl.float16:
-        return half(code, 0, 255, S.mid)
-    return code.to(CT) - S.mid
+        return half(code, 0, 255, 0)
+    return code.to(CT) - mid
 
 
 @triton.jit
-def half(byte, at: tl.constexpr, mask: tl.constexpr, mid: tl.constexpr):
-    """The bits `mask << at` of a byte as a float16 minus mid, without a shift or a conversion: under the exponent of
-    2**(10 - at) bit number `at` of a float16 is worth 1."""
+def half(byte, at: tl.constexpr, mask: tl.constexpr, minus: tl.constexpr):
+    """The bits `mask << at` of a byte as a float16, less `minus`, without a shift or a conversion: ptx._number."""
     bits = (byte.to(tl.uint16) & (mask << at)) | (0x6400 - at * 0x400)
-    return bits.to(tl.float16, bitcast=True) - ((1024 >> at) + mid)
+    return bits.to(tl.float16, bitcast=True) - ((1024 >> at) + minus)
+
+
+@triton.jit
+def pair(a, b):
+    """[BN, n], [BN, n] -> [BN, 2n], a first; no number moves to another lane."""
+    return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (a.shape[0], 2 * a.shape[1]))
+
+
+@triton.jit
+def side_by_side(xs):
+    """1, 2, 4 or 8 tiles as one."""
+    if len(xs) == 1:
+        return xs[0]
+    elif len(xs) == 2:
+        return pair(xs[0], xs[1])
+    elif len(xs) == 4:
+        return pair(pair(xs[0], xs[1]), pair(xs[2], xs[3]))
+    else:
+        return pair(pair(pair(xs[0], xs[1]), pair(xs[2], xs[3])), pair(pair(xs[4], xs[5]), pair(xs[6], xs[7])))
 
 
 @triton.jit
@@ -103,17 +147,58 @@ def factor(S: tl.constexpr):
 
 
 @triton.jit
-def token_scale(side, S: tl.constexpr, g: tl.constexpr, first, rows, live):
-    """float32 [BN]: scale g of each token (axis "token"), 0 where not live."""
+def of_token(ptr, S: tl.constexpr, g: tl.constexpr, first, rows, live):
+    """float32 [BN]: what group g of each token has there, 0 where not live. live None: all are."""
     at = first * S.scales + (rows * S.scales + g)
-    x = tl.load(side.scale + at, mask=live, other=0.0).to(tl.float32)
-    if side.scale2 is not None:
-        x *= tl.load(side.scale2 + at, mask=live, other=0.0).to(tl.float32)
-    return x
+    if live is None:
+        return tl.load(ptr + at).to(tl.float32)
+    else:
+        return tl.load(ptr + at, mask=live, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def token_zero(side, S: tl.constexpr, g: tl.constexpr, scale, first, rows, live):
-    """float32 [BN]: what is added to every channel of group g, codes being counted from their middle."""
-    at = first * S.scales + (rows * S.scales + g)
-    return tl.load(side.zero + at, mask=live, other=0.0).to(tl.float32) + S.mid * scale
+def token_scales(side, S: tl.constexpr, first, rows, live):
+    """(scale, zero or None) of each group of a token's channels, float32 [BN]; () unless scales belong to tokens."""
+    out = ()
+    if S.axis == "token":
+        for g in tl.static_range(S.scales):
+            s = of_token(side.scale, S, g, first, rows, live) * factor(S)
+            if side.scale2 is not None:
+                s *= of_token(side.scale2, S, g, first, rows, live)
+            if side.zero is not None:
+                out = out + ((s, of_token(side.zero, S, g, first, rows, live)),)
+            else:
+                out = out + ((s, None),)
+    return out
+
+
+@triton.jit
+def of_channel(ptr, S: tl.constexpr, i: tl.constexpr, first, CT: tl.constexpr):
+    """[1, pad]: what channels of unit i have there, in the group of tokens that holds the tile (axis "block")."""
+    c = tl.arange(0, S.pad)
+    at = first // S.group * S.scales + i * S.cols + c
+    if S.pad == S.cols:
+        return tl.load(ptr + at).to(CT)[None, :]
+    else:
+        return tl.load(ptr + at, mask=c < S.cols, other=0.0).to(CT)[None, :]
+
+
+@triton.jit
+def row(
+    held, scales, side, table, S: tl.constexpr, r: tl.constexpr, first, SCALED: tl.constexpr, CT: tl.constexpr
+):  # fmt: skip
+    """Packed row r of each token as [BN, parts * pad] of type CT: what the format means, or (not SCALED) numbers that a
+    token's scale multiplies, and S.mid is missing from if CT is float32."""
+    out = ()
+    for i in tl.static_range(S.parts):
+        x = numbers(held[r], side, table, S, i, S.mid if S.axis == "token" and not SCALED else 0, CT)
+        if S.axis == "block":
+            x *= of_channel(side.scale, S, r * S.parts + i, first, CT) * factor(S)
+            if side.zero is not None:
+                x += of_channel(side.zero, S, r * S.parts + i, first, CT)
+        elif S.axis == "token" and SCALED:
+            x *= scales[group_of(S, r, i)][0].to(CT)[:, None]
+            if side.zero is not None:
+                x += scales[group_of(S, r, i)][1].to(CT)[:, None]
+        out = out + (x,)
+    return side_by_side(out)

@@ -1,9 +1,8 @@
 """A page format as Triton kernels take it: what is known when one is compiled (Spec), and where the bytes are (Ptrs).
 
-A kernel multiplies UNITS: `cols` neighbouring channels that share a scale of each token. Codes of w bits in order
-`split` put channels [i cols, (i + 1) cols) of a packed row at the same bits of its bytes, so that a unit is one shift
-and mask of bytes which are loaded once for all parts i, and one product. Plain numbers have one part; a unit is then a
-group.
+A kernel multiplies packed rows. One is PARTS of `cols` neighbouring channels that share a scale of each token: codes
+of w bits in order `split` put channels [i cols, (i + 1) cols) of a row at the same bits of its bytes, so that part i is
+one shift and mask of bytes which are loaded once for all parts. Plain numbers have one part; a row is then a group.
 """
 
 from __future__ import annotations
@@ -15,8 +14,9 @@ from torch import Tensor
 
 from kvlab.kernels.format import Format, Refused, Side
 from kvlab.kernels.packing import packed_bytes, planes
+from kvlab.kernels.triton.ptx import Ptx, ptx
 
-MAX_UNITS = 16  # products of one side: each keeps a tile of its own in registers
+MAX_ROWS = 16  # products of one side: each keeps a tile of its own in registers
 BY_TABLE = 4  # bits of a code that is looked up
 
 
@@ -24,11 +24,12 @@ class Spec(NamedTuple):
     """kind: "number" (stored as the pointer's type), "e4m3", "e5m2" or "codes". Symbols as in kernels/format.py.
 
     rows   packed rows of a token       row    elements of a packed row (bytes, for codes)
-    parts  units of a packed row        cols   channels of a unit        pad   cols, a power of two from 16 up
+    parts  of a packed row        cols   channels of a part        pad   cols, a power of two from 16 up
     narrow, narrow_cols, narrow_at   width of the second plane (0: none), its bytes in a row and where they begin
-    scales per token (axis "token") or per group of tokens (axis "block"), units that share one of a token
-    mid    subtracted from codes, and added back with the zero: products of numbers around 0 round less
+    scales per token (axis "token") or per group of tokens (axis "block")
+    mid    what float32 codes are counted from, in products that zeros are added to: numbers around 0 round less
     may_be_nan  garbage can be a NaN, so a slot that means nothing must not be read
+    ptx    how bytes become float16 on an NVIDIA GPU; None: as everywhere
     """
 
     kind: str
@@ -46,9 +47,9 @@ class Spec(NamedTuple):
     narrow_cols: int
     narrow_at: int
     scales: int
-    units: int
     mid: int
     may_be_nan: bool
+    ptx: Ptx | None
 
 
 class Ptrs(NamedTuple):
@@ -61,8 +62,13 @@ class Ptrs(NamedTuple):
     table: Tensor | None
 
 
-def spec(s: Side) -> Spec:
-    """Raises Refused for what the kernels do not hold."""
+def nvidia(device: torch.device) -> bool:
+    """Whether kernels over arrays there are compiled for NVIDIA's GPUs."""
+    return device.type != "cpu" and torch.version.hip is None
+
+
+def spec(s: Side, to_ptx: bool = False) -> Spec:
+    """Raises Refused for what the kernels do not hold. to_ptx: only an NVIDIA GPU can run it, not the interpreter."""
     scales = s.width // s.group if s.axis == "token" else s.width
     if s.kind == "codes":
         ws = planes(s.bits)
@@ -80,13 +86,13 @@ def spec(s: Side) -> Spec:
         kind = s.kind if s.kind in ("e4m3", "e5m2") else "number"
     cols = row if kind != "codes" else s.pack // parts
     if s.axis == "token" and s.group % cols:
-        raise Refused(f"units of {cols} channels with scales over {s.group}")
-    if rows * parts > MAX_UNITS:
-        raise Refused(f"{rows * parts} units of {cols} channels: the kernels hold {MAX_UNITS}")
+        raise Refused(f"parts of {cols} channels with scales over {s.group}")
+    if rows > MAX_ROWS:
+        raise Refused(f"{rows} packed rows of {s.width // rows} channels: the kernels hold {MAX_ROWS}")
     pad = max(16, 1 << (cols - 1).bit_length())
-    units = s.group // cols if s.axis == "token" else rows * parts
-    nan = kind in ("e4m3", "e5m2") or (kind == "number" and s.kind != "int8")
-    return Spec(kind, s.bits, s.width, s.axis, s.group, rows, row, parts, cols, pad, *sizes, scales, units, mid, nan)
+    nan = kind == "e5m2" or (kind == "number" and s.kind != "int8")
+    text = ptx(s.kind, *sizes[:2], s.table) if to_ptx else None
+    return Spec(kind, s.bits, s.width, s.axis, s.group, rows, row, parts, cols, pad, *sizes, scales, mid, nan, text)
 
 
 def pointers(s: Side, arrays: dict[str, Tensor]) -> Ptrs:

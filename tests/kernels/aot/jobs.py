@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import numpy as np
 import torch
 from cases import CODECS, Case
@@ -9,8 +11,8 @@ from cases import CODECS, Case
 from kvlab import registry
 from kvlab.cache.layout import Geom
 from kvlab.codec import Codec
-from kvlab.kernels.triton import move
-from kvlab.kernels.triton.aot import Job, Launch, launches
+from kvlab.kernels.triton import move, sides
+from kvlab.kernels.triton.aot import TARGETS, Job, Launch, launches
 from kvlab.kernels.triton.attend import attend
 from kvlab.kernels.triton.encode import append, seal
 from kvlab.kernels.triton.layers import Layers, View
@@ -24,8 +26,9 @@ SLOTS = 4096  # of a sequence; 512 in the form "short", whose rows are not split
 BLOCKS = 2**20  # of a pool: its regions pass 2 GB
 
 
-def of(case: Case) -> Job:
-    return JOBS[case.kernel](case)
+def of(case: Case, target: str) -> Job:
+    with patch.object(sides, "nvidia", lambda device: TARGETS[target].backend == "cuda"):
+        return JOBS[case.kernel](case)
 
 
 def _codec(case: Case) -> tuple[Codec, Geom, dict[str, torch.Tensor], float]:

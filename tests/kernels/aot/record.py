@@ -29,7 +29,7 @@ def answer(case: cases.Case, target: str) -> dict:
     if why := aot.missing(target):
         return {"skip": why}
     try:
-        job = jobs.of(case)
+        job = jobs.of(case, target)
         found = aot.numbers(job, target)
         return {"numbers": found, "broken": aot.broken(found, job, target)}
     except Exception:
@@ -46,7 +46,7 @@ def serve() -> None:
 
 def look(case: cases.Case, target: str, sass: bool) -> None:
     """Prints what there is to know about one case."""
-    job = jobs.of(case)
+    job = jobs.of(case, target)
     k = aot.build(job.launch, target)
     found = aot.read(job, k, target)
     print(f"{case} {target}: ", *(f"{key}={x}" for key, x in found.items()))
