@@ -85,14 +85,15 @@ def numbers(held, side, table, S: tl.constexpr, i: tl.constexpr, mid: tl.constex
     """Part i of a packed row as numbers of type CT, [BN, pad]. Times `factor` they are what the format means, up to
     mid, which float32 codes are counted from. held: of `raw`; table: of `words`."""
     wide, narrow = held
-    if CT == tl.float16 and S.ptx is not None:
+    if S.ptx is not None and (CT == tl.float16 or wide.dtype == tl.float32):
         # Not pure: what has effects stays where it is. Moved into the order in which products take operands it would
         # find bytes of several tokens there, and load them one by one; so float16 go through shared memory instead.
         if S.narrow:
             args = (wide, narrow, narrow_shift(S, i)) + table
         else:
             args = (wide,) + table
-        return tl.inline_asm_elementwise(S.ptx.texts[i], S.ptx.constraints, args, tl.float16, is_pure=False, pack=4)
+        to = tl.float32 if wide.dtype == tl.float32 else tl.float16
+        return tl.inline_asm_elementwise(S.ptx.texts[i], S.ptx.constraints, args, to, is_pure=False, pack=4)
     if S.kind == "number":
         if CT == tl.float16 and wide.dtype == tl.int8:
             return half((wide ^ -128).to(tl.uint8, bitcast=True), 0, 255, 128)

@@ -39,6 +39,8 @@ def ptx(kind: str, wide: int, narrow: int, table: Tensor | None) -> Ptx | None:
         return _made([_number(0, 128, "xor.b32 a, $2, 0x80808080")])
     if kind == "e4m3":
         return _made([_e4m3()])
+    if kind == "float32":  # nothing to do, but in numbers.py
+        return Ptx(("".join(f"mov.b32 ${i}, ${4 + i}; " for i in range(4)),), "=r,=r,=r,=r,r,r,r,r")
     if kind != "codes":
         return None
     if table is None:

@@ -28,21 +28,21 @@ def _pow2(n: int) -> int:
 
 
 def attend_tiles(fmt: Format, B: int, G: int, decode: bool, exact: bool, nvidia: bool) -> Tiles:
-    """decode: one query token a program; else as many as fill 32 rows (16 of wide heads)."""
+    """decode: one query token a program; else as many as fill 32 rows (16 of wide heads, and without PTX)."""
     sides = (*fmt.k, fmt.v)
-    widest = max(s.width for s in sides)
+    widest = max(sum(s.width for s in fmt.k), fmt.v.width)
     coded = all(s.kind in ("codes", "int8", "e4m3", "e5m2") for s in sides)
-    tokens = 1 if decode else max(1, (32 if widest <= 128 else 16) // G)
+    large = not coded and (widest > 128 or any(s.kind == "float32" for s in sides))
+    tokens = 1 if decode else max(1, (16 if widest > 128 or large or not nvidia else 32) // G)
     rows = max(8 if nvidia and decode else 16, _pow2(tokens * G))
-    slots = 32 if exact or (widest > 128 and not coded) else 64
+    slots = 32 if exact or large or not nvidia else 64
     for s in sides:
         if s.axis == "block":
             slots = min(slots, s.group, B)
     if exact:
         return Tiles(tokens, rows, slots, 4, 1)
+    if not nvidia:  # tables would be gathered through shared memory
+        return Tiles(tokens, rows, slots, 4, 1 if large or any(s.table is not None for s in sides) else 2)
     # A product's rows are slots, then channels: a warp takes 16. Block ids and pages are prefetched one after the
     # other, so with five stages two tiles of codes are under way; float16 tiles are four times as large.
-    warps = 4 if not decode else max(1, min(4, slots // 16))
-    if not nvidia:
-        return Tiles(tokens, rows, slots, 4, 1 if any(s.table is not None for s in sides) else 2)
-    return Tiles(tokens, rows, slots, warps, 5 if coded and decode else 3)
+    return Tiles(tokens, rows, slots, max(1, min(4, slots // 16)) if decode else 4, 5 if coded and decode else 3)

