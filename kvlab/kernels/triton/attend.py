@@ -36,7 +36,7 @@ def query_rows(q, at, ok, base: tl.constexpr, S: tl.constexpr):
     """float32 [channels of a packed row, BM], a tuple with one per packed row. at [BM]: where a query row begins; base:
     the side's first channel."""
     out = ()
-    for r in tl.static_range(S.rows):
+    for r in tl.static_range(tl.constexpr(S.rows)):
         c, real = channels(S, r)
         x = tl.load(q + (at[None, :] + base + c[:, None]), mask=ok[None, :] & real[:, None], other=0.0)
         out = out + (x.to(tl.float32),)
@@ -45,7 +45,7 @@ def query_rows(q, at, ok, base: tl.constexpr, S: tl.constexpr):
 
 @triton.jit
 def largest(xs, top):
-    for r in tl.static_range(len(xs)):
+    for r in tl.static_range(tl.constexpr(len(xs))):
         top = tl.maximum(top, tl.max(tl.abs(xs[r]), 0))
     return top
 
@@ -60,7 +60,7 @@ def prepare(xs, per, CT: tl.constexpr):
     """(operands, sums): queries times `per` as products take them, and what they then sum up to, which zeros multiply:
     a rounded query meets the keys that the page means."""
     out, sums = (), ()
-    for r in tl.static_range(len(xs)):
+    for r in tl.static_range(tl.constexpr(len(xs))):
         x = (xs[r] * per[None, :]).to(CT)
         out = out + (x,)
         sums = sums + (tl.sum(x.to(tl.float32), 0),)
@@ -71,7 +71,7 @@ def prepare(xs, per, CT: tl.constexpr):
 def load_rows(side, S: tl.constexpr, first, rows, live):
     """What the packed rows of each token hold, a tuple with one (wide, narrow) per row."""
     out = ()
-    for r in tl.static_range(S.rows):
+    for r in tl.static_range(tl.constexpr(S.rows)):
         out = out + (raw(side, S, r, first, rows, live),)
     return out
 
@@ -82,7 +82,7 @@ def scores(x, qs, sums, side, table, S: tl.constexpr, first, rows, live, CT: tl.
     SCALED: tl.constexpr = S.group < S.width // S.rows  # a packed row has several scales
     scales = token_scales(side, S, first, rows, live)
     held = load_rows(side, S, first, rows, None)
-    for r in tl.static_range(S.rows):
+    for r in tl.static_range(tl.constexpr(S.rows)):
         k = row(held, scales, side, table, S, r, first, SCALED, CT)
         if S.axis == "token" and not SCALED:
             s, z = scales[r * (S.width // S.rows) // S.group]
@@ -107,7 +107,7 @@ def weigh(
     else:
         held = load_rows(side, S, first, rows, None)
     w = p.to(CT)
-    for r in tl.static_range(S.rows):
+    for r in tl.static_range(tl.constexpr(S.rows)):
         v = tl.trans(row(held, scales, side, table, S, r, first, True, CT))
         out = out + (tl.dot(v, w, acc[r] * alpha[None, :], input_precision=IP),)
     return out
@@ -210,8 +210,8 @@ def attend(
     k_table, v_table = words(K, CT), words(V, CT)
 
     acc = ()
-    for _ in tl.static_range(V.rows):
-        acc = acc + (tl.zeros([V.parts * V.pad, BM], tl.float32),)
+    for _ in tl.static_range(tl.constexpr(V.rows)):
+        acc = acc + (tl.zeros([tl.constexpr(V.parts * V.pad), BM], tl.float32),)
     state = (acc, tl.zeros([BM], tl.float32) - float("inf"), tl.zeros([BN, BM], tl.float32))
     if valid is not None:
         state = walk(
@@ -234,7 +234,7 @@ def attend(
     keep = ok if SPLIT == 0 else ok & some
     if V.axis == "none":
         per *= factor(V)
-    for r in tl.static_range(V.rows):
+    for r in tl.static_range(tl.constexpr(V.rows)):
         c, real = channels(V, r)
         y = (acc[r] * per[None, :]).to(out.dtype.element_ty)
         tl.store(row_out[None, :] + c[:, None], y, mask=keep[None, :] & real[:, None])

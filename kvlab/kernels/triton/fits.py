@@ -23,7 +23,7 @@ ROUND: tl.constexpr = tl.constexpr(1.5 * 2**23)  # x + ROUND: x to the nearest i
 @triton.jit
 def columns(E: tl.constexpr):
     """(channel of a packed row at each column of a tile, int32 [tile], whether there is one)."""
-    j = tl.arange(0, E.tile)
+    j = tl.arange(0, tl.constexpr(E.tile))
     c = j % (E.tile // E.parts)
     return j // (E.tile // E.parts) * E.cols + c, c < E.cols
 
@@ -108,7 +108,7 @@ def put_plane(codes, side, E: tl.constexpr, rows, live, r, w: tl.constexpr):
     codes = tl.reshape(codes, [codes.shape[0], 8 // w, E.tile * w // 8])
     shift = w * tl.arange(0, 8 // w)
     byte = tl.sum(((codes >> low) & ((1 << w) - 1)) << shift[None, :, None], 1)
-    j = tl.arange(0, E.tile * w // 8)
+    j = tl.arange(0, tl.constexpr(E.tile * w // 8))
     c = j % (E.tile // E.parts)
     at = E.parts * E.cols * low // 8 + j // (E.tile // E.parts) * E.cols + c
     to = side.codes + (rows * (E.rows * E.row) + r * E.row)
@@ -151,7 +151,7 @@ def put_minmax(side, E: tl.constexpr, x, rows, live, r):
     y = tl.reshape(y, [y.shape[0], E.groups, E.tile // E.groups])
     real = tl.reshape(columns(E)[1], [1, E.groups, E.tile // E.groups])
     lo, hi = tl.min(tl.where(real, y, INF), 2), tl.max(tl.where(real, y, -INF), 2)
-    at = (rows * (E.rows * E.groups) + r * E.groups)[:, None] + tl.arange(0, E.groups)[None, :]
+    at = (rows * (E.rows * E.groups) + r * E.groups)[:, None] + tl.arange(0, tl.constexpr(E.groups))[None, :]
     step = put_meta(side.scale, at, tl.div_rn(hi - lo, top), live[:, None])
     zero = put_meta(side.zero, at, lo, live[:, None])
     codes = rounded(quotient(y - zero[:, :, None], step[:, :, None], 0.0, top))
@@ -172,7 +172,7 @@ def cell(z, edges, bits: tl.constexpr):
 def turned(x, per, live, turn, E: tl.constexpr, BK: tl.constexpr):
     """float32 [BT, tile]: (x * per) @ turn, in the columns of a tile. turn: float32 [width, width]."""
     c, real = columns(E)
-    z = tl.zeros([x.shape[0], E.tile], tl.float32)
+    z = tl.zeros([x.shape[0], tl.constexpr(E.tile)], tl.float32)
     for start in range(0, E.width, BK):
         d = start + tl.arange(0, BK)
         y = tl.load(x[:, None] + d[None, :], mask=live[:, None] & (d < E.width)[None, :], other=0.0).to(tl.float32)
@@ -209,7 +209,7 @@ def put_group(side, E: tl.constexpr, x, rows, at, r, BG: tl.constexpr):
     """Codes with a step and a zero per channel for `group` tokens, whose first is at pointer x and goes to token row
     `rows`; at: that of a channel's step. BG tokens at a time, read twice: a group may be longer than registers hold."""
     top: tl.constexpr = 2.0**E.bits - 1
-    lo = tl.zeros([E.tile], tl.float32) + INF
+    lo = tl.zeros([tl.constexpr(E.tile)], tl.float32) + INF
     hi = -lo
     for start in range(0, E.group, BG):
         t = start + tl.arange(0, BG)

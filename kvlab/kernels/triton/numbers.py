@@ -32,14 +32,8 @@ def token_rows(table, start, end, stride, offset, B: tl.constexpr, BN: tl.conste
 @triton.jit
 def channels(S: tl.constexpr, r: tl.constexpr):
     """(int32, bool) [parts * pad]: the channel at each column of packed row r, and whether it is one or padding."""
-    c = tl.arange(0, S.parts * S.pad)
+    c = tl.arange(0, tl.constexpr(S.parts * S.pad))
     return r * (S.width // S.rows) + c // S.pad * S.cols + c % S.pad, c % S.pad < S.cols
-
-
-@triton.jit
-def group_of(S: tl.constexpr, r: tl.constexpr, i: tl.constexpr):
-    """Which of a token's scales part i of packed row r takes."""
-    return (r * (S.width // S.rows) + i * S.cols) // S.group
 
 
 @triton.jit
@@ -48,7 +42,7 @@ def raw(side, S: tl.constexpr, r: tl.constexpr, first, rows, live):
 
     A narrower plane is read at the columns of the wide one: each byte `wide / narrow` times, from the same cache line.
     """
-    c = tl.arange(0, S.pad)[None, :]
+    c = tl.arange(0, tl.constexpr(S.pad))[None, :]
     at = side.codes + first * (S.rows * S.row) + r * S.row
     ok = c < S.cols
     if live is not None:
@@ -66,7 +60,7 @@ def raw(side, S: tl.constexpr, r: tl.constexpr, first, rows, live):
 @triton.jit
 def narrow_shift(S: tl.constexpr, i: tl.constexpr):
     """int32 [1, pad]: where the bits of part i begin in the bytes of the narrow plane, at each column."""
-    return ((i * (S.cols // S.narrow_cols) + tl.arange(0, S.pad) // S.narrow_cols) * S.narrow)[None, :]
+    return ((i * (S.cols // S.narrow_cols) + tl.arange(0, tl.constexpr(S.pad)) // S.narrow_cols) * S.narrow)[None, :]
 
 
 @triton.jit
@@ -74,7 +68,7 @@ def words(S: tl.constexpr, CT: tl.constexpr):
     """Registers that hold a table, for `numbers`; made once, outside of the loop."""
     out = ()
     if CT == tl.float16 and S.ptx is not None:
-        for i in tl.static_range(len(S.ptx.words)):
+        for i in tl.static_range(tl.constexpr(len(S.ptx.words))):
             zero = tl.zeros([], tl.int32)
             out = out + (tl.inline_asm_elementwise(S.ptx.words[i], "=r,r", [zero], tl.int32, is_pure=True, pack=1),)
     return out
@@ -159,24 +153,25 @@ def of_token(ptr, S: tl.constexpr, g: tl.constexpr, first, rows, live):
 
 @triton.jit
 def token_scales(side, S: tl.constexpr, first, rows, live):
-    """(scale, zero or None) of each group of a token's channels, float32 [BN]; () unless scales belong to tokens."""
+    """(scale, zero) of each group of a token's channels, float32 [BN]; () unless scales belong to tokens. Without zeros:
+    the scale twice."""
     out = ()
     if S.axis == "token":
-        for g in tl.static_range(S.scales):
+        for g in tl.static_range(tl.constexpr(S.scales)):
             s = of_token(side.scale, S, g, first, rows, live) * factor(S)
             if side.scale2 is not None:
                 s *= of_token(side.scale2, S, g, first, rows, live)
             if side.zero is not None:
                 out = out + ((s, of_token(side.zero, S, g, first, rows, live)),)
             else:
-                out = out + ((s, None),)
+                out = out + ((s, s),)
     return out
 
 
 @triton.jit
 def of_channel(ptr, S: tl.constexpr, i: tl.constexpr, first, CT: tl.constexpr):
     """[1, pad]: what channels of unit i have there, in the group of tokens that holds the tile (axis "block")."""
-    c = tl.arange(0, S.pad)
+    c = tl.arange(0, tl.constexpr(S.pad))
     at = first // S.group * S.scales + i * S.cols + c
     if S.pad == S.cols:
         return tl.load(ptr + at).to(CT)[None, :]
@@ -191,15 +186,15 @@ def row(
     """Packed row r of each token as [BN, parts * pad] of type CT: what the format means, or (not SCALED) numbers that a
     token's scale multiplies, and S.mid is missing from if CT is float32."""
     out = ()
-    for i in tl.static_range(S.parts):
+    for i in tl.static_range(tl.constexpr(S.parts)):
         x = numbers(held[r], side, table, S, i, S.mid if S.axis == "token" and not SCALED else 0, CT)
         if S.axis == "block":
-            x *= of_channel(side.scale, S, r * S.parts + i, first, CT) * factor(S)
+            x *= (of_channel(side.scale, S, r * S.parts + i, first, tl.float32) * factor(S)).to(CT)
             if side.zero is not None:
                 x += of_channel(side.zero, S, r * S.parts + i, first, CT)
         elif S.axis == "token" and SCALED:
-            x *= scales[group_of(S, r, i)][0].to(CT)[:, None]
+            x *= scales[(r * (S.width // S.rows) + i * S.cols) // S.group][0].to(CT)[:, None]
             if side.zero is not None:
-                x += scales[group_of(S, r, i)][1].to(CT)[:, None]
+                x += scales[(r * (S.width // S.rows) + i * S.cols) // S.group][1].to(CT)[:, None]
         out = out + (x,)
     return side_by_side(out)

@@ -44,5 +44,6 @@ def attend_tiles(fmt: Format, B: int, G: int, decode: bool, exact: bool, nvidia:
     if not nvidia:  # tables would be gathered through shared memory
         return Tiles(tokens, rows, slots, 4, 1 if large or any(s.table is not None for s in sides) else 2)
     # A product's rows are slots, then channels: a warp takes 16. Block ids and pages are prefetched one after the
-    # other, so with five stages two tiles of codes are under way; float16 tiles are four times as large.
-    return Tiles(tokens, rows, slots, max(1, min(4, slots // 16)) if decode else 4, 5 if coded and decode else 3)
+    # other, so with 3, 5, 7 stages one, two, three tiles are under way; a tile of float16 is as large as four of codes.
+    stages = 3 if not (coded and decode) else 5 if slots == 64 else 7
+    return Tiles(tokens, rows, slots, max(1, min(4, slots // 16)) if decode else 4, stages)

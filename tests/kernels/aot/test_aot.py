@@ -113,12 +113,13 @@ def test_the_record_is_of_this_compiler(server, target):
         pytest.skip(f"{target}: {why}Laws are checked, numbers are not compared.")
 
 
-def test_the_record_holds_what_ships_and_nothing_else():
+def test_the_record_holds_what_ci_compares_and_nothing_that_does_not_ship():
+    """What it holds of the rest of the grid is compared too, by the slow run."""
     ships = {str(c) for c in cases.grid()}
     for target in cases.TARGETS:
-        held = set(aot.load()["cases"].get(target, {}))
+        held, asked = set(aot.load()["cases"].get(target, {})), {str(c) for c, t in COVERING if t == target}
         wrong = [
-            f"{len(x)} {what}, {min(x)} first" for x, what in ((ships - held, "lost"), (held - ships, "gone")) if x
+            f"{len(x)} {what}, {min(x)} first" for x, what in ((asked - held, "lost"), (held - ships, "gone")) if x
         ]
         assert not wrong, f"{target}: {'; '.join(wrong)}. {REWRITE}"
 

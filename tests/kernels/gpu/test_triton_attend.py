@@ -96,7 +96,8 @@ def agree(
 ) -> None:
     """Outputs, lse and (mass) the weights of slots are float64's, as near as their operands allow."""
     model, queries = OPERANDS[operands]
-    if backends.INTERPRETED and BF16 in (cache.flat["k"].dtype, cache.flat["v"].dtype):
+    fmt = cache.codec.page_format()
+    if backends.INTERPRETED and BF16 in {cache.flat[s.codes].dtype for s in (*fmt.k, fmt.v)}:
         model = F32  # bfloat16 products are wrong there (runtime.md 9.4)
     layers = triton.layers(cache, model)
     q = pages.queries(cache, rows).to(queries)
@@ -108,8 +109,9 @@ def agree(
         error = (got[0] - out).square().mean() / out.square().mean()
         # A value with a zero is rounded twice: the product, which is as large as the range of its group (three times
         # the spread of numbers in it), and the sum.
-        twice = 2.5 if cache.codec.page_format().v.zero else 1.0
-        assert error.sqrt() <= twice * pages.RMS_16[cache.operands] / pages.ATOL_16[cache.operands] * atol
+        twice = 2.5 if fmt.v.zero else 1.0
+        few = 1.5  # the bound is for many; a case may have 32 outputs, whose errors come from the same logits
+        assert error.sqrt() <= few * twice * pages.RMS_16[cache.operands] / pages.ATOL_16[cache.operands] * atol
     if mass:
         got = backends.mass(triton, cache, rows, q, lse, 80, layer, layers=layers)
         for n, (a, b) in enumerate(pairwise([*rows.first, rows.total])):
