@@ -153,7 +153,7 @@ def of_token(ptr, S: tl.constexpr, g: tl.constexpr, first, rows, live):
 
 @triton.jit
 def token_scales(side, S: tl.constexpr, first, rows, live):
-    """(scale, zero) of each group of a token's channels, float32 [BN]; () unless scales belong to tokens. Without zeros:
+    """(scale, zero) of each group of a token's channels, float32 [BN]; () unless they belong to tokens. Without zeros:
     the scale twice."""
     out = ()
     if S.axis == "token":
