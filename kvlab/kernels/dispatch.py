@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 from functools import lru_cache
+from importlib.metadata import version
 
 from kvlab.errors import ConfigError
 from kvlab.kernels.backend import Backend
@@ -17,6 +18,8 @@ from kvlab.kernels.cpu import isa, lib
 OPS = ("attention", "encode", "decode", "select", "move")
 ON_CPU, ON_GPU = ("attention", "encode"), ("attention", "encode", "move")  # what kernels do beside the reference
 CHOICES = (*isa.CHOICES, "triton")  # of runtime.kernels
+
+OLDEST = (3, 6)  # of triton
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +72,8 @@ def _no_triton(device: str) -> str:
     """Why Triton's kernels cannot run on a device; "" when they can."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed (pip install triton)"
+    if tuple(map(int, version("triton").split(".")[:2])) < OLDEST:
+        return f"triton {version('triton')} is older than {'.'.join(map(str, OLDEST))}, which they are written for"
     if not _cpu(device):
         return ""
     from kvlab.kernels.triton.layers import interpreted
