@@ -81,7 +81,8 @@ class Packed:
         bound, to = self.bound(p.t), "body" if p.t.tail is None else "tail"
         if bound is None or not bound[to].appends:
             return False
-        return bound[to].append(p.t.layer_index[layer], k[0], v[0], p.write_rows(layer))
+        k, v = (x[0] if self.backend.takes(x.dtype) else x[0].float() for x in (k, v))
+        return bound[to].append(p.t.layer_index[layer], k, v, p.write_rows(layer))
 
     def seal(self, layer: int, p: Pages, src: Tensor, dst: Tensor) -> bool:
         """Block rows src of the tail, encoded to block rows dst of the body."""

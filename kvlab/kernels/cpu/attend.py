@@ -148,7 +148,6 @@ class Layers:
 
         False: a number is not finite or does not fit its type; what those slots hold then means nothing.
         """
-        k, v = k.float(), v.float()
         dense_rows(k, v)
         bad = self.lib.kv_append(
             self.formats[i], k.data_ptr(), k.stride(0), k.stride(1), v.data_ptr(), v.stride(0), v.stride(1),
