@@ -28,21 +28,22 @@ def _pow2(n: int) -> int:
 
 
 def attend_tiles(fmt: Format, B: int, G: int, decode: bool, exact: bool, nvidia: bool) -> Tiles:
-    """decode: one query token a program; else as many as fill 32 rows (16 of wide heads, and without PTX)."""
+    """decode: one query token a program; else as many as fill 32 rows (16 of wide heads, or of float32, or on AMD)."""
     sides = (*fmt.k, fmt.v)
     widest = max(sum(s.width for s in fmt.k), fmt.v.width)
     coded = all(s.kind in ("codes", "int8", "e4m3", "e5m2") for s in sides)
     large = not coded and (widest > 128 or any(s.kind == "float32" for s in sides))
-    tokens = 1 if decode else max(1, (16 if widest > 128 or large or not nvidia else 32) // G)
+    tables = any(s.table is not None for s in sides)
+    tokens = 1 if decode else max(1, (16 if widest > 128 or large or exact or not nvidia else 32) // G)
     rows = max(8 if nvidia and decode else 16, _pow2(tokens * G))
-    slots = 32 if exact or large or not nvidia else 64
+    slots = 16 if exact and nvidia else 32 if large or not nvidia else 64
     for s in sides:
         if s.axis == "block":
             slots = min(slots, s.group, B)
     if exact:
-        return Tiles(tokens, rows, slots, 4, 1)
+        return Tiles(tokens, rows, slots, 2 if nvidia and decode and tables else 4, 1)
     if not nvidia:  # tables would be gathered through shared memory
-        return Tiles(tokens, rows, slots, 4, 1 if large or any(s.table is not None for s in sides) else 2)
+        return Tiles(tokens, rows, slots, 4, 1 if large or tables else 2)
     # A product's rows are slots, then channels: a warp takes 16. Block ids and pages are prefetched one after the
     # other, so with 3, 5, 7 stages one, two, three tiles are under way; a tile of float16 is as large as four of codes.
     stages = 3 if not (coded and decode) else 5 if slots == 64 else 7

@@ -28,14 +28,14 @@ CHOSEN = (  # a way to store numbers, planes, scales or a basis each; test_backe
     "full float32", "full bfloat16", "full float16", "fp8 e4m3", "int8 g32", "int4 2 gD", "int4 4 g32",
     "kivi k4 v5 g32", "kivi k6 v3 g32", "turboquant head prod",
 )  # fmt: skip
-ROWS = {  # count, lengths, window
+ROWS = {  # count of rows of all heads of a group (1: a decoding row), lengths, window
     "one split": ([1], [29], None),
     "three splits": ([1], [71], None),
     "splits in a window": ([1], [75], 20),
-    "a chunk": ([9], [45], None),
-    "a chunk in a window": ([7], [50], 12),
+    "a chunk": ([40], [45], None),
+    "a chunk in a window": ([30], [50], 12),
     "one sees nothing": ([1, 1], [20, 30], None),
-    "all kinds": ([1, 4, 0], [15, 33, 8], None),
+    "all kinds": ([1, 20, 0], [15, 33, 8], None),
 }
 GROUPS = {"1": (1,), "2^n": (2, 4, 8), "odd": (3, 5, 7, 9, 11), "even": (6, 10, 12)}
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -84,6 +84,7 @@ def made(i: int, case: dict) -> tuple[Cache, Rows]:
     geom = Geom(2, Hk * size(i, case), Hk, case["D"])
     method, options = FORMATS[case["format"]][0], options_of(case["format"], case["D"])
     cache = pages.build(method, geom, case["block"], lengths, i, ragged, shift=2.0 * (i % 2), **options)
+    many = [c if c < 2 else max(2, c // cache.geom.G) for c in many]
     rows = Rows.last(many, lengths, window, cache.table.shape[1])
     if case["rows"] == "one sees nothing":
         rows.lo[0], rows.hi[0] = 20, 10
