@@ -11,18 +11,21 @@ namespace {
 // One decoding row of R query heads over the slots [a, b) of one split. out [R, lanes of V] normalised, lse2 [R] base 2.
 static void split_rows(const kv_format& f, const Sides& d, const Where& w, int R, const float* q, int a, int b, float* buf, float* out, float* lse2) {
   alignas(64) float s[MAX_R][SPLIT];
-  float z[MAX_R];
+  float z[MAX_GROUPS][MAX_R];
   const int first = a & ~15, n = b - first, ldq = key_lanes(f), wv = lanes(f.v);
   int64_t token[SPLIT / 16];  // of every sixteen slots: a division each
   for (int t = 0; t < n; t += 16) token[t / 16] = Where::token(w, first + t);
   for (int t = 0; t < n && t < AHEAD; t += 16) prefetch_rows(f.k[0], token[t / 16]);
   for (int i = 0, at = 0; i < f.keys; at += lanes(f.k[i]), i++) {
     const kv_side& k = f.k[i];
-    for (int r = 0; r < R; r++) {
-      z[r] = 0.f;
-      for (int c = 0; c < lanes(k); c++) z[r] += q[r * ldq + at + c];
-    }
+    const int parts = d.of[i].parts, wp = lanes(k) / parts;
+    for (int p = 0; p < parts; p++)
+      for (int r = 0; r < R; r++) {
+        z[p][r] = 0.f;
+        for (int c = 0; c < wp; c++) z[p][r] += q[r * ldq + at + p * wp + c];
+      }
     const bool per_channel = k.axis == KV_BLOCK;  // a group's scales multiply the queries instead of its sixteen tokens
+    const bool per_token = folds(k) || parts > 1, fine = k.axis == KV_TOKEN && !per_token;
     const bool words = as_words(k, *d.k[i], true);
     Query16 asked;
     if (words && !per_channel) asked.take(q + at, ldq, R, k.slots);
@@ -31,7 +34,6 @@ static void split_rows(const kv_format& f, const Sides& d, const Where& w, int R
       const int64_t at_token = token[t / 16];
       if (t + AHEAD < n) prefetch_rows(k, token[(t + AHEAD) / 16]);
       if (!i) prefetch_rows(f.v, at_token);
-      const float* x = words ? nullptr : read_rows(k, d.k[i], d.of[i], w, at_token, 16, buf, !per_channel);
       const float* y = q + at;
       int ldy = ldq;
       if (per_channel) {
@@ -44,35 +46,42 @@ static void split_rows(const kv_format& f, const Sides& d, const Where& w, int R
             sum = fma(u, load(sh_lane + c), sum);
             store(scaled[r] + c, mul(u, load(sc_lane + c)));
           }
-          z[r] = hsum(sum);
+          z[0][r] = hsum(sum);
         }
         y = scaled[0], ldy = MAX_SLOTS * 16;
         if (words && next) asked.take(y, ldy, R, k.slots);
       }
       alignas(64) float dots[MAX_R][16];
-      if (words) {
-        asked.dot(*d.k[i], k, at_token, R, dots[0]);
-      } else {
-#define KV_CALL(N) dot16<N>(y, ldy, x, lanes(k), dots[0], 16)
-        KV_ROWS(R, KV_CALL)
+      X sc_part[MAX_GROUPS], sh_part[MAX_GROUPS];
+      if (parts > 1) group_scales(k, at_token, parts, sc_part, sh_part);
+      for (int p = 0; p < parts; p++) {
+        if (words) {
+          asked.dot(*d.k[i], k, at_token, R, dots[0]);
+        } else {
+          const float* x = fine || parts == 1 ? read_rows(k, d.k[i], d.of[i], w, at_token, 16, buf, fine) : buf;
+          if (parts > 1) d.part[i]->rows(k.codes + at_token * k.row_bytes + p * part_bytes(k, parts), 16, buf);
+#define KV_CALL(N) dot16<N>(y + p * wp, ldy, x, wp, dots[0], 16)
+          KV_ROWS(R, KV_CALL)
 #undef KV_CALL
+        }
+        X sc = set1(1.f), sh = set1(0.f);
+        if (parts > 1) sc = sc_part[p], sh = sh_part[p];
+        else if (per_token) token_scales(k, at_token, sc, sh);
+        for (int r = 0; r < R; r++) {
+          X score = load(dots[r]);
+          if (per_token) score = fma(sh, set1(z[p][r]), mul(score, sc));
+          if (per_channel) score = add(score, set1(z[0][r]));
+          store(&s[r][t], i || p ? add(load(&s[r][t]), score) : score);
+        }
       }
-      X sc = set1(1.f), sh = set1(0.f);
-      if (folds(k)) token_scales(k, at_token, sc, sh);
-      for (int r = 0; r < R; r++) {
-        X score = load(dots[r]);
-        if (folds(k)) score = fma(sh, set1(z[r]), mul(score, sc));
-        if (per_channel) score = add(score, set1(z[r]));
-        store(&s[r][t], i ? add(load(&s[r][t]), score) : score);
-        punch(w, at_token, 16, &s[r][t]);
-      }
+      for (int r = 0; r < R; r++) punch(w, at_token, 16, &s[r][t]);
     }
   }
   const int end = (n + 15) & ~15, skip = a - first;
   alignas(64) float v_scale[SPLIT], v_shift[SPLIT];
   const bool v_words = as_words(f.v, *d.v, false);
   Weights16 weights;
-  const int groups = folds(f.v) ? 0 : d.of[2].halves;
+  const int groups = folds(f.v) ? 0 : d.of[2].groups;
   Grouped by_group;
   for (int t = 0; groups && t < end; t += 16) by_group.scales(f.v, w, token[t / 16], t, groups, t < skip ? skip - t : 0, n - t < 16 ? n - t : 16);
   for (int t = 0; folds(f.v) && t < end; t += 16) {
@@ -140,7 +149,7 @@ static void split_rows(const kv_format& f, const Sides& d, const Where& w, int R
 #undef KV_CALL
       continue;
     }
-#define KV_CALL(N) mix16<N>(&s[0][t + from], SPLIT, x, f.v.slots, to - from, out, wv)
+#define KV_CALL(N) mix16<N>(&s[0][t + from], SPLIT, x, wv, wv, to - from, out, wv)
     KV_ROWS(R, KV_CALL)
 #undef KV_CALL
   }
@@ -215,7 +224,7 @@ static void finish(const Output& io, const kv_format& f, const float* o, float l
   lse = top + std::log(a + b);
 }
 
-static void decode_item(const kv_format& f, const kv_view& s, const Sides& d, const Queries& q, int n, int h, int split, float* part) {
+static void decode_item(const kv_format& f, const kv_view& s, const Sides& d, const float* queries, int n, int h, int split, float* part) {
   const int g0 = f.group_of[h], at = (n * s.groups + g0) * s.rows, wv = lanes(f.v);
   const int a = f_max(s.lo[at], split * SPLIT), b = f_min(s.hi[at], (split + 1) * SPLIT);
   float* lse2 = part + f.group * wv;
@@ -224,12 +233,9 @@ static void decode_item(const kv_format& f, const kv_view& s, const Sides& d, co
     return;
   }
   const Where w{f, s.table + (int64_t)(n * s.groups + g0) * s.blocks, h};
-  float *qs = buffer().get(MAX_R * key_lanes(f) + 16 * (size_t)f_max(key_lanes(f), wv)), *rows = qs + MAX_R * key_lanes(f);
-  for (int g = 0; g < f.group; g += MAX_R) {
-    const int R = f_min(MAX_R, f.group - g);
-    for (int r = 0; r < R; r++) take(f, q, h, g + r, s.first[n], qs + r * key_lanes(f));
-    split_rows(f, d, w, R, qs, a, b, rows, part + g * wv, lse2 + g);
-  }
+  float* rows = buffer().get(16 * (size_t)f_max(key_lanes(f), wv));
+  for (int g = 0; g < f.group; g += MAX_R)
+    split_rows(f, d, w, f_min(MAX_R, f.group - g), queries + g * key_lanes(f), a, b, rows, part + g * wv, lse2 + g);
 }
 
 static void join_splits(const kv_format& f, const kv_view& s, const Output& io, int n, int h, int splits, const float* parts, int64_t step) {

@@ -60,8 +60,8 @@ struct Query16 {  // up to MAX_R queries of a side in slot order
   }
   // dots [R][16] with the stored numbers of sixteen tokens.
   void dot(const Decoder& d, const kv_side& s, int64_t token, int R, float* dots) const {
-    alignas(64) int16_t x[16 * MAX_SLOTS * 16];
-    d.words(s, s.codes + token * s.row_bytes, 16, x);
+    alignas(64) int16_t x[16 * MAX_SLOTS * 16 + 16];
+    d.words(s.codes + token * s.row_bytes, 16, x);
 #define KV_CALL(N) dot16_words<N>(q[0], MAX_SLOTS * 16, x, s.slots * 16, dots)
     KV_ROWS(R, KV_CALL)
 #undef KV_CALL
@@ -82,8 +82,8 @@ struct Weights16 {  // of a split: probability times scale. A token without weig
   }
   // out[r] += weights [t, t + 16) times the stored numbers of sixteen tokens.
   void mix(const Decoder& d, const kv_side& s, int64_t token, int t, int R, float* out, int ldo) const {
-    alignas(64) int16_t x[16 * MAX_SLOTS * 16];
-    d.words(s, s.codes + token * s.row_bytes, 16, x);
+    alignas(64) int16_t x[16 * MAX_SLOTS * 16 + 16];
+    d.words(s.codes + token * s.row_bytes, 16, x);
 #define KV_CALL(N) mix16_words<N>(&p[0][t], SPLIT, x, s.slots, by, out, ldo)
     KV_ROWS(R, KV_CALL)
 #undef KV_CALL

@@ -96,9 +96,9 @@ KV_API int32_t kv_words(const kv_format* f) {
 static int64_t part_floats(const kv_format& f) { return (int64_t)f.group * (lanes(f.v) + 1); }
 static int splits(const kv_format& f, const kv_view& s) { return (int)(((int64_t)s.blocks * f.block + SPLIT - 1) / SPLIT); }
 
-// Floats of scratch that kv_attend needs.
+// Floats of scratch that kv_attend needs: partials of every split, and the queries of decoding rows in slot order.
 KV_API int64_t kv_workspace(const kv_format* f, const kv_view* s) {
-  return (int64_t)s->N * f->heads * splits(*f, *s) * part_floats(*f);
+  return (int64_t)s->N * f->heads * (splits(*f, *s) * part_floats(*f) + f->group * key_lanes(*f));
 }
 
 // q, out [row, head, channel], lse [row, head] (natural log; zeros and -inf where nothing is seen) of the view's rows.
@@ -115,13 +115,20 @@ KV_API int32_t kv_attend(const kv_format* f, const kv_view* s, const float* q, i
   const int parts = splits(*f, *s), pairs = s->N * f->heads;
   const int64_t step = part_floats(*f);
   const int chunks = (s->rows * f->group + ROWS - 1) / ROWS, each = parts > chunks ? parts : chunks;
+  const int wk = key_lanes(*f);
+  float* asked = work + (int64_t)pairs * parts * step;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
+#pragma omp for schedule(static)
+    for (int i = 0; i < pairs * f->group; i++) {
+      const int n = i / f->group / f->heads, h = i / f->group % f->heads;
+      if (s->count[n] == 1) take(*f, queries, h, i % f->group, s->first[n], asked + (int64_t)i * wk);
+    }
 #pragma omp for schedule(dynamic, 1)
     for (int i = 0; i < pairs * each; i++) {
-      const int n = i / each / f->heads, h = i / each % f->heads, j = i % each;
+      const int pair = i / each, n = pair / f->heads, h = pair % f->heads, j = i % each;
       if (s->count[n] == 1) {
-        if (j < parts) decode_item(*f, *s, d, queries, n, h, j, work + ((int64_t)(n * f->heads + h) * parts + j) * step);
+        if (j < parts) decode_item(*f, *s, d, asked + (int64_t)pair * f->group * wk, n, h, j, work + ((int64_t)pair * parts + j) * step);
       } else if (j * ROWS < s->count[n] * f->group) {
         const int left = s->count[n] * f->group - j * ROWS;
         chunk_item(*f, *s, d, queries, io, n, h, j * ROWS, left < ROWS ? left : ROWS);

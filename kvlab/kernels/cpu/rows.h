@@ -37,29 +37,46 @@ static int word_top(int products) {  // the largest word of which so many, times
   return most < 16383 ? (int)most : 16383;
 }
 
-struct Lanes {  // of a side whose scales are finer than one per token
-  bool runs;  // every slot is sixteen channels in a row
-  int halves;  // groups, if each half of every slot lies in one of at most MAX_GROUPS; else 0
+struct Lanes {  // of a side
+  bool runs;    // slots are two runs of sixteen channels each, laced; or, of whole bytes, one
+  int groups;   // of a token's scales, if each slot lies in one of at most MAX_GROUPS; else 0
+  int parts;    // groups that are read one by one: each has slots and bytes of its own; else 1
   int32_t group[MAX_SLOTS * 16];
 };
+static kv_side one_part(const kv_side& s, int parts) {
+  kv_side one = s;
+  one.width = s.width / parts, one.slots = s.slots / parts;
+  if (parts > 1) one.pack = one.width;
+  return one;
+}
+static int64_t part_bytes(const kv_side& s, int parts) { return (int64_t)s.width / parts * (is_codes(s) ? s.bits : 8) / 8; }
+
 struct Sides {
-  const Decoder *k[2], *v;
-  Storage store[3];
+  const Decoder *k[2], *v, *part[2];  // part: of one of the groups of a key that are read one by one (Lanes.parts)
+  Storage store[5];
   Lanes of[3];
 };
 
 static void open_lanes(const kv_side& s, Lanes& to) {
-  to.runs = true;
-  for (int c = 0; c < s.slots * 16; c++) {
-    to.group[c] = s.channel[c] < 0 || s.axis != KV_TOKEN ? 0 : s.channel[c] / s.group;
-    if (s.channel[c] != s.channel[c & ~15] + (c & 15)) to.runs = false;
+  const bool laced = is_codes(s) && s.bits < 8;
+  const int lanes = s.slots * 16;
+  to.runs = !laced || (s.slots % 2 == 0 && !Spans(s).odd());
+  for (int c = 0; c < lanes; c++) to.group[c] = s.channel[c] < 0 || s.axis != KV_TOKEN ? 0 : s.channel[c] / s.group;
+  for (int c = 0; laced && to.runs && c < lanes; c++) {
+    const int l = c % 32, first = s.channel[c - l + (laced_run(l) ? 4 : 0)];
+    to.runs = s.channel[c] == first + laced_code(l / 16, l % 16);
   }
-  to.halves = s.axis == KV_TOKEN && s.width / s.group <= MAX_GROUPS ? s.width / s.group : 0;
-  for (int c = 0; c < s.slots * 16; c++)
-    if (to.group[c] != to.group[c & ~7]) to.halves = 0;
+  to.groups = s.axis == KV_TOKEN && s.width / s.group <= MAX_GROUPS ? s.width / s.group : 0;
+  for (int c = 0; c < lanes; c++)
+    if (to.group[c] != to.group[c & ~15]) to.groups = 0;
+  const bool own = is_codes(s) ? s.pack == s.group && s.pack * unit_bytes(s.bits) / 8 % 16 == 0 : s.group % 16 == 0;
+  to.parts = to.groups && own ? to.groups : 1;
 }
 static void open_sides(const kv_format& f, Sides& s) {
-  for (int i = 0; i < f.keys; i++) s.k[i] = decoder(f.k[i], s.store[i], f.fast ? word_top(2 * f.k[i].slots) : 0), open_lanes(f.k[i], s.of[i]);
+  for (int i = 0; i < f.keys; i++) {
+    s.k[i] = decoder(f.k[i], s.store[i], f.fast ? word_top(2 * f.k[i].slots) : 0), open_lanes(f.k[i], s.of[i]);
+    s.part[i] = s.of[i].parts == 1 ? s.k[i] : decoder(one_part(f.k[i], s.of[i].parts), s.store[3 + i], 0);
+  }
   s.v = decoder(f.v, s.store[2], f.fast ? word_top(16) : 0);
   open_lanes(f.v, s.of[2]);
 }
@@ -117,19 +134,56 @@ KV_INLINE bool as_words(const kv_side& s, const Decoder& d, bool key) {
 // Scale and shift of each lane for the group of tokens that `token` is in (KV_BLOCK; a group divides a block).
 static void block_scales(const kv_side& s, const Lanes& of, int64_t token, float* scale, float* shift) {
   const int64_t at = token / s.group * s.width;
-  for (int c = 0; c < lanes(s); c += 16) {
-    if (of.runs) {
-      X a = meta_load(s.scale, s.meta, at + s.channel[c]);
-      store(scale + c, a);
-      store(shift + c, s.zero ? fma(a, set1(s.mid), meta_load(s.zero, s.meta, at + s.channel[c])) : set1(0.f));
-      continue;
+  const auto put = [&](int c, X a, X b) {
+    store(scale + c, a), store(shift + c, s.zero ? fma(a, set1(s.mid), b) : set1(0.f));
+  };
+  const auto zero = [&](int c) { return s.zero ? meta_load(s.zero, s.meta, at + s.channel[c]) : set1(0.f); };
+  const bool laced = is_codes(s) && s.bits < 8;
+  for (int c = 0; c < lanes(s) && of.runs; c += laced ? 32 : 16) {
+    X a[2] = {meta_load(s.scale, s.meta, at + s.channel[c])}, b[2] = {zero(c)};
+    if (laced) {
+      X x[2];
+      lace(a[0], meta_load(s.scale, s.meta, at + s.channel[c + 4]), x), a[0] = x[0], a[1] = x[1];
+      lace(b[0], zero(c + 4), x), b[0] = x[0], b[1] = x[1];
+      put(c + 16, a[1], b[1]);
     }
-    for (int l = c; l < c + 16; l++) {
-      const int ch = s.channel[l] < 0 ? 0 : s.channel[l];
-      scale[l] = meta_at(s.scale, s.meta, at + ch);
-      shift[l] = s.zero ? meta_at(s.zero, s.meta, at + ch) + scale[l] * s.mid : 0.f;
-    }
+    put(c, a[0], b[0]);
   }
+  for (int l = 0; l < lanes(s) && !of.runs; l++) {
+    const int ch = s.channel[l] < 0 ? 0 : s.channel[l];
+    scale[l] = meta_at(s.scale, s.meta, at + ch);
+    shift[l] = s.zero ? meta_at(s.zero, s.meta, at + ch) + scale[l] * s.mid : 0.f;
+  }
+}
+
+// x: n values of each of sixteen tokens, token by token -> value by value. n at most MAX_GROUPS.
+static void by_value(X* x, int n) {
+  if (n & (n - 1)) {
+    alignas(64) float a[16 * MAX_GROUPS], b[MAX_GROUPS][16];
+    for (int i = 0; i < n; i++) store(a + 16 * i, x[i]);
+    for (int i = 0; i < 16 * n; i++) b[i % n][i / n] = a[i];
+    for (int i = 0; i < n; i++) x[i] = load(b[i]);
+    return;
+  }
+  for (int m = n; m > 1; m /= 2) {
+    X y[MAX_GROUPS];
+    for (int i = 0; i < n; i += 2) {
+      X two[2];
+      deal(x[i], x[i + 1], two);
+      y[i / 2] = two[0], y[n / 2 + i / 2] = two[1];
+    }
+    for (int i = 0; i < n; i++) x[i] = y[i];
+  }
+}
+
+// Scale and shift of sixteen tokens, group by group.
+static void group_scales(const kv_side& s, int64_t token, int groups, X* scale, X* shift) {
+  for (int j = 0; j < groups; j++) {
+    scale[j] = meta_load(s.scale, s.meta, token * groups + 16 * j);
+    shift[j] = s.zero ? fma(scale[j], set1(s.mid), meta_load(s.zero, s.meta, token * groups + 16 * j)) : set1(0.f);
+  }
+  by_value(scale, groups);
+  if (s.zero) by_value(shift, groups);
 }
 
 // Rows x = scale * x + (zero + scale * mid): scales per group of channels, or per channel and group of tokens.
@@ -164,7 +218,7 @@ static void scale_rows(const kv_side& s, const Lanes& of, int64_t token, int n, 
 static const float* read_rows(const kv_side& s, const Decoder* d, const Lanes& of, const Where& w, int64_t token, int n, float* buf, bool scaled = true) {
   const uint8_t* row = s.codes + token * s.row_bytes;
   if (s.kind == KV_F32 && s.axis == KV_NONE && !w.f.valid) return (const float*)row;
-  d->rows(s, row, n, buf);
+  d->rows(row, n, buf);
   if (scaled && s.axis != KV_NONE && !folds(s)) scale_rows(s, of, token, n, buf);
   for (int t = 0; w.f.valid && t < n; t++)  // nothing that lies in a hole may reach a sum, not even times zero
     if (!w.f.valid[token + t]) std::memset(buf + t * lanes(s), 0, sizeof(float) * lanes(s));

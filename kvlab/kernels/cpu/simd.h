@@ -64,7 +64,6 @@ KV_INLINE __m256 eight_sums(const __m256* s) {  // of the lanes of each; a blend
 
 #if KV_AVX512
 struct X { __m512 a; };
-struct Bytes { __m128i a; };  // sixteen bytes
 KV_INLINE X set1(float v) { return {_mm512_set1_ps(v)}; }
 KV_INLINE X load(const float* p) { return {_mm512_loadu_ps(p)}; }
 KV_INLINE void store(float* p, X x) { _mm512_storeu_ps(p, x.a); }
@@ -82,28 +81,6 @@ KV_INLINE X load_half(const uint16_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_
 KV_INLINE X load_bf16(const uint16_t* p) {
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16))};
 }
-KV_INLINE Bytes load_bytes(const uint8_t* p) { return {_mm_loadu_si128((const __m128i*)p)}; }
-KV_INLINE X from_int8(Bytes b) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(b.a))}; }
-KV_INLINE X from_uint8(Bytes b) { return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(b.a))}; }
-template <int SHIFT, int MASK>
-KV_INLINE X from_e_bits(Bytes b) {  // sign-extended byte << SHIFT & MASK, as float16
-  return {_mm512_cvtph_ps(_mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(b.a), SHIFT), _mm256_set1_epi16((short)MASK)))};
-}
-struct Table16 { __m512 t; bool low; };
-KV_INLINE Table16 table16(const float* t, int n) {
-  float full[16];
-  for (int i = 0; i < 16; i++) full[i] = t[i & (n - 1)];
-  return {_mm512_loadu_ps(full), true};
-}
-template <bool LOW> KV_INLINE void look16(Bytes a, Bytes b, const Table16& t, X* out) {
-  out[0].a = _mm512_permutexvar_ps(_mm512_cvtepu8_epi32(a.a), t.t);
-  out[1].a = _mm512_permutexvar_ps(_mm512_cvtepu8_epi32(b.a), t.t);
-}
-KV_INLINE void look32(Bytes a, Bytes b, const Table16& lo, const Table16& hi, X* out) {
-  out[0].a = _mm512_permutex2var_ps(lo.t, _mm512_cvtepu8_epi32(a.a), hi.t);
-  out[1].a = _mm512_permutex2var_ps(lo.t, _mm512_cvtepu8_epi32(b.a), hi.t);
-}
-KV_INLINE X look(Bytes code, const float* t) { return {_mm512_i32gather_ps(_mm512_cvtepu8_epi32(code.a), t, 4)}; }
 KV_INLINE X exp2_in_range(X x) {  // x in [-126, 0]
   __m512 n = _mm512_roundscale_ps(x.a, 0), f = _mm512_sub_ps(x.a, n);
   __m512 p = _mm512_set1_ps(1.54660e-4f);
@@ -113,8 +90,18 @@ KV_INLINE X exp2_in_range(X x) {  // x in [-126, 0]
 }
 using Y = __m512;  // what the machine holds in one register
 KV_INLINE Y y_zero() { return _mm512_setzero_ps(); }
+KV_INLINE Y y_set1(float v) { return _mm512_set1_ps(v); }
 KV_INLINE Y y_load(const float* p) { return _mm512_loadu_ps(p); }
+KV_INLINE void y_store(float* p, Y x) { _mm512_storeu_ps(p, x); }
 KV_INLINE Y y_fma(Y x, Y y, Y z) { return _mm512_fmadd_ps(x, y, z); }
+KV_INLINE void lace(X a, X b, X* out) {
+  out[0].a = _mm512_permutex2var_ps(a.a, _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23), b.a);
+  out[1].a = _mm512_permutex2var_ps(a.a, _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31), b.a);
+}
+KV_INLINE void deal(X a, X b, X* out) {
+  const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  out[0].a = _mm512_permutex2var_ps(a.a, even, b.a), out[1].a = _mm512_permutex2var_ps(a.a, _mm512_add_epi32(even, _mm512_set1_epi32(1)), b.a);
+}
 KV_INLINE void reduce16(const Y* x, float* out) {
   for (int i = 0; i < 16; i += 4) {
     __m128 s[4];
@@ -127,7 +114,6 @@ KV_INLINE void reduce16(const Y* x, float* out) {
 }
 #elif KV_AVX2
 struct X { __m256 a, b; };
-struct Bytes { __m128i a; };
 KV_INLINE X set1(float v) { __m256 a = _mm256_set1_ps(v); return {a, a}; }
 KV_INLINE X load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
 KV_INLINE void store(float* p, X x) { _mm256_storeu_ps(p, x.a); _mm256_storeu_ps(p + 8, x.b); }
@@ -162,69 +148,6 @@ KV_INLINE X load_bf16(const uint16_t* p) {
   __m256i hi = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(p + 8)));
   return {_mm256_castsi256_ps(_mm256_slli_epi32(lo, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(hi, 16))};
 }
-KV_INLINE Bytes load_bytes(const uint8_t* p) { return {_mm_loadu_si128((const __m128i*)p)}; }
-KV_INLINE X from_int8(Bytes b) {
-  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(b.a)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(b.a, 8)))};
-}
-KV_INLINE X from_uint8(Bytes b) {
-  return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(b.a)), _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(b.a, 8)))};
-}
-template <int SHIFT, int MASK>
-KV_INLINE X from_e_bits(Bytes b) {
-  __m256i h = _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(b.a), SHIFT), _mm256_set1_epi16((short)MASK));
-  return {_mm256_cvtph_ps(_mm256_castsi256_si128(h)), _mm256_cvtph_ps(_mm256_extracti128_si256(h, 1))};
-}
-// The four bytes of sixteen floats, one plane each: a byte shuffle looks 32 codes up at once, exactly. Numbers whose low
-// two bytes are zero (a code minus the middle is one) need half of it.
-struct Table16 { __m256i t[4]; bool low; };
-KV_INLINE Table16 table16(const float* t, int n) {
-  uint8_t b[4][16];
-  Table16 r;
-  r.low = false;
-  for (int i = 0; i < 16; i++) {
-    uint32_t u;
-    std::memcpy(&u, t + (i & (n - 1)), 4);
-    for (int k = 0; k < 4; k++) b[k][i] = (uint8_t)(u >> (8 * k));
-    r.low = r.low || (u & 0xFFFF);
-  }
-  for (int k = 0; k < 4; k++) r.t[k] = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)b[k]));
-  return r;
-}
-KV_INLINE __m256i pair(Bytes a, Bytes b) {  // so that unpacking within lanes leaves floats in order
-  __m256i both = _mm256_inserti128_si256(_mm256_castsi128_si256(a.a), b.a, 1);
-  return _mm256_permutevar8x32_epi32(both, _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7));
-}
-KV_INLINE void join_high(__m256i b2, __m256i b3, X* out) {
-  __m256i zero = _mm256_setzero_si256(), h0 = _mm256_unpacklo_epi8(b2, b3), h1 = _mm256_unpackhi_epi8(b2, b3);
-  out[0].a = _mm256_castsi256_ps(_mm256_unpacklo_epi16(zero, h0));
-  out[0].b = _mm256_castsi256_ps(_mm256_unpackhi_epi16(zero, h0));
-  out[1].a = _mm256_castsi256_ps(_mm256_unpacklo_epi16(zero, h1));
-  out[1].b = _mm256_castsi256_ps(_mm256_unpackhi_epi16(zero, h1));
-}
-KV_INLINE void join(const __m256i* b, X* out) {
-  __m256i l0 = _mm256_unpacklo_epi8(b[0], b[1]), l1 = _mm256_unpackhi_epi8(b[0], b[1]);
-  __m256i h0 = _mm256_unpacklo_epi8(b[2], b[3]), h1 = _mm256_unpackhi_epi8(b[2], b[3]);
-  out[0].a = _mm256_castsi256_ps(_mm256_unpacklo_epi16(l0, h0));
-  out[0].b = _mm256_castsi256_ps(_mm256_unpackhi_epi16(l0, h0));
-  out[1].a = _mm256_castsi256_ps(_mm256_unpacklo_epi16(l1, h1));
-  out[1].b = _mm256_castsi256_ps(_mm256_unpackhi_epi16(l1, h1));
-}
-template <bool LOW> KV_INLINE void look16(Bytes a, Bytes b, const Table16& t, X* out) {
-  __m256i code = pair(a, b), plane[4];
-  for (int k = LOW ? 0 : 2; k < 4; k++) plane[k] = _mm256_shuffle_epi8(t.t[k], code);
-  if (LOW) join(plane, out);
-  else join_high(plane[2], plane[3], out);
-}
-KV_INLINE void look32(Bytes a, Bytes b, const Table16& lo, const Table16& hi, X* out) {
-  __m256i code = pair(a, b), upper = _mm256_slli_epi16(code, 3), plane[4];
-  code = _mm256_and_si256(code, _mm256_set1_epi8(15));
-  for (int k = 0; k < 4; k++)
-    plane[k] = _mm256_blendv_epi8(_mm256_shuffle_epi8(lo.t[k], code), _mm256_shuffle_epi8(hi.t[k], code), upper);
-  join(plane, out);
-}
-KV_INLINE X look(Bytes code, const float* t) {
-  return {_mm256_i32gather_ps(t, _mm256_cvtepu8_epi32(code.a), 4), _mm256_i32gather_ps(t, _mm256_cvtepu8_epi32(_mm_srli_si128(code.a, 8)), 4)};
-}
 KV_INLINE __m256 exp2_in_range(__m256 x) {
   __m256 n = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), f = _mm256_sub_ps(x, n);
   __m256 p = _mm256_set1_ps(1.54660e-4f);
@@ -235,12 +158,24 @@ KV_INLINE __m256 exp2_in_range(__m256 x) {
 KV_INLINE X exp2_in_range(X x) { return {exp2_in_range(x.a), exp2_in_range(x.b)}; }
 using Y = __m256;  // what the machine holds in one register
 KV_INLINE Y y_zero() { return _mm256_setzero_ps(); }
+KV_INLINE Y y_set1(float v) { return _mm256_set1_ps(v); }
 KV_INLINE Y y_load(const float* p) { return _mm256_loadu_ps(p); }
+KV_INLINE void y_store(float* p, Y x) { _mm256_storeu_ps(p, x); }
 KV_INLINE Y y_fma(Y x, Y y, Y z) { return _mm256_fmadd_ps(x, y, z); }
+KV_INLINE void lace(X a, X b, X* out) {  // two runs of sixteen in the order of bytes.h
+  out[0] = {_mm256_permute2f128_ps(a.a, b.a, 0x20), _mm256_permute2f128_ps(a.a, b.a, 0x31)};
+  out[1] = {_mm256_permute2f128_ps(a.b, b.b, 0x20), _mm256_permute2f128_ps(a.b, b.b, 0x31)};
+}
+KV_INLINE __m256 every_other(__m256 a, __m256 b, bool odd) {
+  const __m256 x = odd ? _mm256_shuffle_ps(a, b, 0xDD) : _mm256_shuffle_ps(a, b, 0x88);
+  return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(x), 0xD8));
+}
+KV_INLINE void deal(X a, X b, X* out) {  // lanes of both in turn: those of even places, those of odd ones
+  for (int i = 0; i < 2; i++) out[i] = {every_other(a.a, a.b, i), every_other(b.a, b.b, i)};
+}
 KV_INLINE void reduce16(const Y* s, float* out) { _mm256_storeu_ps(out, eight_sums(s)), _mm256_storeu_ps(out + 8, eight_sums(s + 8)); }
 #else
 struct X { float v[16]; };
-struct Bytes { uint8_t v[16]; };
 #define KV_EACH for (int i = 0; i < 16; i++)
 KV_INLINE X set1(float v) { X r; KV_EACH r.v[i] = v; return r; }
 KV_INLINE X load(const float* p) { X r; KV_EACH r.v[i] = p[i]; return r; }
@@ -260,27 +195,6 @@ KV_INLINE float hsum(X x) {
 KV_INLINE float hmax(X x) { float m = x.v[0]; KV_EACH m = x.v[i] > m ? x.v[i] : m; return m; }
 KV_INLINE X load_half(const uint16_t* p) { X r; KV_EACH r.v[i] = half_to_float(p[i]); return r; }
 KV_INLINE X load_bf16(const uint16_t* p) { X r; KV_EACH r.v[i] = bf16_to_float(p[i]); return r; }
-KV_INLINE Bytes load_bytes(const uint8_t* p) { Bytes r; std::memcpy(r.v, p, 16); return r; }
-KV_INLINE X from_int8(Bytes b) { X r; KV_EACH r.v[i] = (float)(int8_t)b.v[i]; return r; }
-KV_INLINE X from_uint8(Bytes b) { X r; KV_EACH r.v[i] = (float)b.v[i]; return r; }
-template <int SHIFT, int MASK>
-KV_INLINE X from_e_bits(Bytes b) {
-  X r;
-  KV_EACH r.v[i] = half_to_float((uint16_t)(((uint32_t)(int32_t)(int8_t)b.v[i] << SHIFT) & MASK));
-  return r;
-}
-struct Table16 { float t[16]; bool low; };
-KV_INLINE Table16 table16(const float* t, int n) { Table16 r; r.low = true; KV_EACH r.t[i] = t[i & (n - 1)]; return r; }
-template <bool LOW> KV_INLINE void look16(Bytes a, Bytes b, const Table16& t, X* out) {
-  KV_EACH { out[0].v[i] = t.t[a.v[i] & 15]; out[1].v[i] = t.t[b.v[i] & 15]; }
-}
-KV_INLINE void look32(Bytes a, Bytes b, const Table16& lo, const Table16& hi, X* out) {
-  KV_EACH {
-    out[0].v[i] = (a.v[i] & 16 ? hi : lo).t[a.v[i] & 15];
-    out[1].v[i] = (b.v[i] & 16 ? hi : lo).t[b.v[i] & 15];
-  }
-}
-KV_INLINE X look(Bytes code, const float* t) { X r; KV_EACH r.v[i] = t[code.v[i]]; return r; }
 KV_INLINE X exp2_in_range(X x) {
   X r;
   KV_EACH {
@@ -295,10 +209,13 @@ KV_INLINE X exp2_in_range(X x) {
 }
 using Y = X;
 KV_INLINE Y y_zero() { return set1(0.f); }
+KV_INLINE Y y_set1(float v) { return set1(v); }
 KV_INLINE Y y_load(const float* p) { return load(p); }
+KV_INLINE void y_store(float* p, Y x) { store(p, x); }
 KV_INLINE Y y_fma(Y x, Y y, Y z) { return fma(x, y, z); }
+KV_INLINE void lace(X a, X b, X* out) { KV_EACH out[i / 8].v[i % 8 + i % 8 / 4 * 4] = a.v[i], out[i / 8].v[i % 8 + i % 8 / 4 * 4 + 4] = b.v[i]; }
+KV_INLINE void deal(X a, X b, X* out) { KV_EACH out[i % 2].v[i / 2] = a.v[i], out[i % 2].v[i / 2 + 8] = b.v[i]; }
 KV_INLINE void reduce16(const Y* x, float* out) { KV_EACH out[i] = hsum(x[i]); }
-#undef KV_EACH
 #endif
 
 // Lanes [from, to) of x, `other` elsewhere.
@@ -374,35 +291,5 @@ static inline void transpose(const float* x, int n, int width, float* out) {
 #endif
 }
 
-// Byte arithmetic on packed codes.
-#if KV_AVX512 || KV_AVX2
-KV_INLINE Bytes load_eight(const uint8_t* p) { return {_mm_loadl_epi64((const __m128i*)p)}; }
-template <int S, int MASK>
-KV_INLINE Bytes shift_mask(Bytes b) { return {_mm_and_si128(_mm_srli_epi16(b.a, S), _mm_set1_epi8((char)MASK))}; }
-KV_INLINE Bytes shuffle(Bytes b, const uint8_t* at) { return {_mm_shuffle_epi8(b.a, _mm_loadu_si128((const __m128i*)at))}; }
-template <int VALUE>
-KV_INLINE Bytes where_bit(Bytes b, const uint8_t* bit, Bytes c) {  // c | VALUE in lanes where b & bit
-  __m128i m = _mm_loadu_si128((const __m128i*)bit), hit = _mm_cmpeq_epi8(_mm_and_si128(b.a, m), m);
-  return {_mm_or_si128(c.a, _mm_and_si128(hit, _mm_set1_epi8((char)VALUE)))};
-}
-#else
-KV_INLINE Bytes load_eight(const uint8_t* p) { Bytes r = {}; std::memcpy(r.v, p, 8); return r; }
-template <int S, int MASK>
-KV_INLINE Bytes shift_mask(Bytes b) { for (int i = 0; i < 16; i++) b.v[i] = (b.v[i] >> S) & MASK; return b; }
-KV_INLINE Bytes shuffle(Bytes b, const uint8_t* at) { Bytes r; for (int i = 0; i < 16; i++) r.v[i] = b.v[at[i] & 15]; return r; }
-template <int VALUE>
-KV_INLINE Bytes where_bit(Bytes b, const uint8_t* bit, Bytes c) {
-  for (int i = 0; i < 16; i++) if (b.v[i] & bit[i]) c.v[i] |= VALUE;
-  return c;
-}
-#endif
-
-// Partial rows: only `n` bytes are read, the rest is zero.
-KV_INLINE Bytes load_bytes(const uint8_t* p, int n) {
-  if (n == 8) return load_eight(p);
-  uint8_t b[16] = {};
-  std::memcpy(b, p, (size_t)n);
-  return load_bytes(b);
-}
 KV_INLINE X exp2_of(X x) { return exp2_in_range(max(x, set1(-126.f))); }  // below 2**-126: 2**-126
 }  // namespace

@@ -26,26 +26,30 @@ template <int R> static void dot16(const float* q, int ldq, const float* x, int 
   for (int r = 0; r < R; r++) reduce16(sum[r], scores + r * lds);
 }
 
-// acc[r] += p[r][t] x[t] over n rows.
-template <int R> static void mix16(const float* p, int ldp, const float* x, int slots, int n, float* acc, int lda) {
-  for (int s = 0; s < slots; s += 2) {
-    int two = s + 1 < slots;
-    X o[R][2];
-    for (int r = 0; r < R; r++) o[r][0] = load(acc + r * lda + 16 * s), o[r][1] = two ? load(acc + r * lda + 16 * s + 16) : set1(0.f);
-    KV_UNROLL(2)
-    for (int t = 0; t < n; t++) {
-      const float* y = x + (t * slots + s) * 16;
-      X u = load(y), v = two ? load(y + 16) : u;
-      for (int r = 0; r < R; r++) {
-        X w = set1(p[r * ldp + t]);
-        o[r][0] = fma(w, u, o[r][0]), o[r][1] = fma(w, v, o[r][1]);
-      }
-    }
-    for (int r = 0; r < R; r++) {
-      store(acc + r * lda + 16 * s, o[r][0]);
-      if (two) store(acc + r * lda + 16 * s + 16, o[r][1]);
+// acc[r] += p[r][t] x[t] over n rows, N registers of each, `width` floats from row to row.
+template <int R, int N> KV_INLINE void mix_registers(const float* p, int ldp, const float* x, int width, int n, float* acc, int lda) {
+  constexpr int L = sizeof(Y) / 4;
+  Y o[R][N];
+  for (int r = 0; r < R; r++)
+    for (int i = 0; i < N; i++) o[r][i] = y_load(acc + r * lda + L * i);
+  for (int t = 0; t < n; t++, x += width) {
+    Y w[R];
+    for (int r = 0; r < R; r++) w[r] = y_set1(p[r * ldp + t]);
+    for (int i = 0; i < N; i++) {
+      const Y u = y_load(x + L * i);
+      for (int r = 0; r < R; r++) o[r][i] = y_fma(w[r], u, o[r][i]);
     }
   }
+  for (int r = 0; r < R; r++)
+    for (int i = 0; i < N; i++) y_store(acc + r * lda + L * i, o[r][i]);
+}
+// The first `lanes` floats of rows. As many at once as leave room for the weights in sixteen registers.
+template <int R> static void mix16(const float* p, int ldp, const float* x, int lanes, int width, int n, float* acc, int lda) {
+  constexpr int L = sizeof(Y) / 4, N = R == 1 ? 8 : R == 2 ? 4 : R == 3 ? 3 : 2;
+  int c = 0;
+  for (; c + N * L <= lanes; c += N * L) mix_registers<R, N>(p, ldp, x + c, width, n, acc + c, lda);
+  for (; c + 2 * L <= lanes; c += 2 * L) mix_registers<R, 2>(p, ldp, x + c, width, n, acc + c, lda);
+  for (; c < lanes; c += L) mix_registers<R, 1>(p, ldp, x + c, width, n, acc + c, lda);
 }
 #define KV_ROWS(R, CALL) switch (R) { case 1: CALL(1); break; case 2: CALL(2); break; case 3: CALL(3); break; default: CALL(4); }
 }  // namespace

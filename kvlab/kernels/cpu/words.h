@@ -1,6 +1,6 @@
 // Products of int16, whose sums are exact in int32: of matrices (Sums, Words) and of pages (Pairs, Row16).
 #pragma once
-#include "simd.h"
+#include "bytes.h"
 
 namespace {
 #if KV_AVX512
@@ -76,12 +76,16 @@ KV_INLINE X from_int32(const int32_t* p) {
   return {_mm256_cvtepi32_ps(_mm256_loadu_si256((const __m256i*)p)), _mm256_cvtepi32_ps(_mm256_loadu_si256((const __m256i*)(p + 8)))};
 }
 #endif
-KV_INLINE void store_codes(int16_t* out, Bytes code) { _mm256_storeu_si256((__m256i*)out, _mm256_cvtepu8_epi16(code.a)); }
-KV_INLINE void store_int8(int16_t* out, Bytes b) { _mm256_storeu_si256((__m256i*)out, _mm256_cvtepi8_epi16(b.a)); }
-KV_INLINE void store_looked(int16_t* out, Bytes lo, Bytes hi, Bytes code) {  // two bytes of each of sixteen numbers
-  const __m128i a = _mm_shuffle_epi8(lo.a, code.a), b = _mm_shuffle_epi8(hi.a, code.a);
-  _mm_storeu_si128((__m128i*)out, _mm_unpacklo_epi8(a, b)), _mm_storeu_si128((__m128i*)(out + 8), _mm_unpackhi_epi8(a, b));
+KV_INLINE void store_words(int16_t* out, __m256i low, __m256i high) {  // of two laced runs
+  _mm256_storeu_si256((__m256i*)out, _mm256_permute4x64_epi64(_mm256_unpacklo_epi8(low, high), 0xD8));
+  _mm256_storeu_si256((__m256i*)(out + 16), _mm256_permute4x64_epi64(_mm256_unpackhi_epi8(low, high), 0xD8));
 }
+KV_INLINE void store_codes(int16_t* out, Laced c) { store_words(out, c.a, _mm256_setzero_si256()); }
+KV_INLINE void store_looked(int16_t* out, Bytes lo, Bytes hi, Laced c) {  // two bytes of each number
+  store_words(out, _mm256_shuffle_epi8(twice(lo).a, c.a), _mm256_shuffle_epi8(twice(hi).a, c.a));
+}
+KV_INLINE void store_codes(int16_t* out, Bytes b) { _mm256_storeu_si256((__m256i*)out, _mm256_cvtepu8_epi16(b.a)); }
+KV_INLINE void store_int8(int16_t* out, Bytes b) { _mm256_storeu_si256((__m256i*)out, _mm256_cvtepi8_epi16(b.a)); }
 #else
 struct Row16 { int16_t v[16]; };
 struct Pairs { int32_t v[8]; };
@@ -103,11 +107,18 @@ KV_INLINE void sum16(const Pairs* x, float* out) {
   }
 }
 KV_INLINE X from_int32(const int32_t* p) { X r; for (int i = 0; i < 16; i++) r.v[i] = (float)p[i]; return r; }
-KV_INLINE void store_codes(int16_t* out, Bytes code) { for (int i = 0; i < 16; i++) out[i] = code.v[i]; }
-KV_INLINE void store_int8(int16_t* out, Bytes b) { for (int i = 0; i < 16; i++) out[i] = (int8_t)b.v[i]; }
-KV_INLINE void store_looked(int16_t* out, Bytes lo, Bytes hi, Bytes code) {
-  for (int i = 0; i < 16; i++) out[i] = (int16_t)(lo.v[code.v[i] & 15] | hi.v[code.v[i] & 15] << 8);
+KV_INLINE void store_codes(int16_t* out, Bytes b) { for (int i = 0; i < 16; i++) out[i] = b.v[i]; }
+KV_INLINE void store_codes(int16_t* out, Laced c) {
+  Bytes b[2];
+  unlace(c, b);
+  for (int x = 0; x < 2; x++) store_codes(out + 16 * x, b[x]);
 }
+KV_INLINE void store_looked(int16_t* out, Bytes lo, Bytes hi, Laced c) {
+  Bytes b[2];
+  unlace(c, b);
+  for (int i = 0; i < 32; i++) out[i] = (int16_t)(lo.v[b[i / 16].v[i % 16] & 15] | hi.v[b[i / 16].v[i % 16] & 15] << 8);
+}
+KV_INLINE void store_int8(int16_t* out, Bytes b) { for (int i = 0; i < 16; i++) out[i] = (int8_t)b.v[i]; }
 #endif
 
 // x [n], n a multiple of 16, as integers up to `top`: x is about step * out, step NaN if a number is not finite. CARRY: what

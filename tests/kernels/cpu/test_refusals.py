@@ -196,4 +196,4 @@ def test_python_names_what_it_cannot_bind(library):
     with pytest.raises(Refused, match="40 channels"):
         pages.build("full", Geom(1, 2, 1, 40), 32, [20]).layers(library)
     with pytest.raises(Refused, match="more than the kernels hold"):
-        pages.build("int4", Geom(1, 2, 1, 256), 32, [20], group=8, bits=3).layers(library)
+        pages.build("int4", Geom(1, 2, 1, 512), 32, [20], group=8, bits=3).layers(library)
