@@ -8,31 +8,39 @@
 #include "grouped.h"
 
 namespace {
-// One decoding row of R query heads over the slots [a, b) of one split. out [R, lanes of V] normalised, lse2 [R] base 2.
-static void split_rows(const kv_format& f, const Sides& d, const Where& w, int R, const float* q, int a, int b, float* buf, float* out, float* lse2) {
-  alignas(64) float s[MAX_R][SPLIT];
-  float z[MAX_GROUPS][MAX_R];
-  const int first = a & ~15, n = b - first, ldq = key_lanes(f), wv = lanes(f.v);
+struct Split {  // slots [first, first + n) of a decoding row; the first `skip` of them are not seen
+  int first, skip, n;
   int64_t token[SPLIT / 16];  // of every sixteen slots: a division each
-  for (int t = 0; t < n; t += 16) token[t / 16] = Where::token(w, first + t);
-  for (int t = 0; t < n && t < AHEAD; t += 16) prefetch_rows(f.k[0], token[t / 16]);
+  alignas(64) float s[MAX_R][SPLIT];  // scores, then weights
+  Split(const Where& w, int a, int b) : first(a & ~15), skip(a - first), n(b - first) {
+    for (int t = 0; t < n; t += 16) token[t / 16] = Where::token(w, first + t);
+  }
+};
+
+// Scores of R query heads q [R, key lanes].
+static void scores(const kv_format& f, const Sides& d, const Where& w, int R, const float* q, float* buf, Split& x) {
+  const int n = x.n, ldq = key_lanes(f);
+  alignas(64) uint8_t small[16 * MAX_SLOTS * 16];
+  float z[MAX_GROUPS][MAX_R];
+  for (int t = 0; t < n && t < AHEAD; t += 16) prefetch_rows(f.k[0], x.token[t / 16]);
   for (int i = 0, at = 0; i < f.keys; at += lanes(f.k[i]), i++) {
     const kv_side& k = f.k[i];
     const int parts = d.of[i].parts, wp = lanes(k) / parts;
     for (int p = 0; p < parts; p++)
       for (int r = 0; r < R; r++) {
-        z[p][r] = 0.f;
-        for (int c = 0; c < wp; c++) z[p][r] += q[r * ldq + at + p * wp + c];
+        X sum = set1(0.f);
+        for (int c = 0; c < wp; c += 16) sum = add(sum, load(q + r * ldq + at + p * wp + c));
+        z[p][r] = hsum(sum);
       }
     const bool per_channel = k.axis == KV_BLOCK;  // a group's scales multiply the queries instead of its sixteen tokens
     const bool per_token = folds(k) || parts > 1, fine = k.axis == KV_TOKEN && !per_token;
-    const bool words = as_words(k, *d.k[i], true);
-    Query16 asked;
-    if (words && !per_channel) asked.take(q + at, ldq, R, k.slots);
+    const bool bytes = as_bytes(k, d.of[i], *d.k[i], true);
+    Query8 asked;
+    if (bytes && !per_channel) asked.take(q + at, ldq, R, lanes(k), parts);
     alignas(64) float scaled[MAX_R][MAX_SLOTS * 16], sc_lane[MAX_SLOTS * 16], sh_lane[MAX_SLOTS * 16];
     for (int t = 0; t < n; t += 16) {
-      const int64_t at_token = token[t / 16];
-      if (t + AHEAD < n) prefetch_rows(k, token[(t + AHEAD) / 16]);
+      const int64_t at_token = x.token[t / 16];
+      if (t + AHEAD < n) prefetch_rows(k, x.token[(t + AHEAD) / 16]);
       if (!i) prefetch_rows(f.v, at_token);
       const float* y = q + at;
       int ldy = ldq;
@@ -49,18 +57,19 @@ static void split_rows(const kv_format& f, const Sides& d, const Where& w, int R
           z[0][r] = hsum(sum);
         }
         y = scaled[0], ldy = MAX_SLOTS * 16;
-        if (words && next) asked.take(y, ldy, R, k.slots);
+        if (bytes && next) asked.take(y, ldy, R, lanes(k), 1);
       }
       alignas(64) float dots[MAX_R][16];
       X sc_part[MAX_GROUPS], sh_part[MAX_GROUPS];
       if (parts > 1) group_scales(k, at_token, parts, sc_part, sh_part);
+      if (bytes) d.k[i]->bytes(k.codes + at_token * k.row_bytes, 16, small);
       for (int p = 0; p < parts; p++) {
-        if (words) {
-          asked.dot(*d.k[i], k, at_token, R, dots[0]);
+        if (bytes) {
+          asked.dot(*d.k[i], small + p * wp, lanes(k), wp, p, R, dots[0]);
         } else {
-          const float* x = fine || parts == 1 ? read_rows(k, d.k[i], d.of[i], w, at_token, 16, buf, fine) : buf;
+          const float* rows = fine || parts == 1 ? read_rows(k, d.k[i], d.of[i], w, at_token, 16, buf, fine) : buf;
           if (parts > 1) d.part[i]->rows(k.codes + at_token * k.row_bytes + p * part_bytes(k, parts), 16, buf);
-#define KV_CALL(N) dot16<N>(y + p * wp, ldy, x, wp, dots[0], 16)
+#define KV_CALL(N) dot16<N>(y + p * wp, ldy, rows, wp, dots[0], 16)
           KV_ROWS(R, KV_CALL)
 #undef KV_CALL
         }
@@ -71,85 +80,84 @@ static void split_rows(const kv_format& f, const Sides& d, const Where& w, int R
           X score = load(dots[r]);
           if (per_token) score = fma(sh, set1(z[p][r]), mul(score, sc));
           if (per_channel) score = add(score, set1(z[0][r]));
-          store(&s[r][t], i || p ? add(load(&s[r][t]), score) : score);
+          store(&x.s[r][t], i || p ? add(load(&x.s[r][t]), score) : score);
         }
       }
-      for (int r = 0; r < R; r++) punch(w, at_token, 16, &s[r][t]);
+      for (int r = 0; r < R; r++) punch(w, at_token, 16, &x.s[r][t]);
     }
   }
-  const int end = (n + 15) & ~15, skip = a - first;
+}
+
+// The same over one split: out [R, lanes of V] normalised, lse2 [R] base 2.
+static void split_rows(const kv_format& f, const Sides& d, const Where& w, int R, const float* q, int a, int b, float* buf, float* out, float* lse2) {
+  Split x(w, a, b);
+  scores(f, d, w, R, q, buf, x);
+  const int n = x.n, end = (n + 15) & ~15, skip = x.skip, ldq = key_lanes(f), wv = lanes(f.v);
   alignas(64) float v_scale[SPLIT], v_shift[SPLIT];
-  const bool v_words = as_words(f.v, *d.v, false);
-  Weights16 weights;
   const int groups = folds(f.v) ? 0 : d.of[2].groups;
+  const bool bytes = as_bytes(f.v, d.of[2], *d.v, false);
   Grouped by_group;
-  for (int t = 0; groups && t < end; t += 16) by_group.scales(f.v, w, token[t / 16], t, groups, t < skip ? skip - t : 0, n - t < 16 ? n - t : 16);
+  Weights8 weights;
+  for (int t = 0; groups && t < end; t += 16) by_group.scales(f.v, w, x.token[t / 16], t, groups, t < skip ? skip - t : 0, n - t < 16 ? n - t : 16);
   for (int t = 0; folds(f.v) && t < end; t += 16) {
     X sc, sh;
-    token_scales(f.v, token[t / 16], sc, sh);
+    token_scales(f.v, x.token[t / 16], sc, sh);
     if (t < skip || t + 16 > n) sc = between(sc, skip - t, n - t, 0.f), sh = between(sh, skip - t, n - t, 0.f);
-    if (f.valid) sc = holes(w, token[t / 16], sc, nullptr), sh = holes(w, token[t / 16], sh, nullptr);
+    if (f.valid) sc = holes(w, x.token[t / 16], sc, nullptr), sh = holes(w, x.token[t / 16], sh, nullptr);
     store(v_scale + t, sc), store(v_shift + t, sh);
   }
   for (int r = 0; r < R; r++) {
-    if (!finite(q + r * ldq, ldq)) {
-      lse2[r] = NAN;
-      for (int c = 0; c < wv; c++) out[r * wv + c] = NAN;
-      std::memset(s[r], 0, sizeof(float) * end);
-      if (v_words) weights.take(*d.v, r, s[r], end);
-      if (groups) by_group.weigh(r, s[r], end, groups);
-      continue;
-    }
+    float *s = x.s[r], *o = out + r * wv, start = 0.f, low[MAX_GROUPS] = {};
     X top = set1(NEG_INF);
     for (int t = 0; t < end; t += 16) {
-      if (t < skip || t + 16 > n) store(&s[r][t], between(load(&s[r][t]), skip - t, n - t, NEG_INF));
-      top = max(top, load(&s[r][t]));
+      if (t < skip || t + 16 > n) store(s + t, between(load(s + t), skip - t, n - t, NEG_INF));
+      top = max(top, load(s + t));
     }
     const float m = hmax(top);
-    if (m == NEG_INF) {  // nothing but holes
-      lse2[r] = NEG_INF;
-      std::memset(s[r], 0, sizeof(float) * end);
-      std::memset(out + r * wv, 0, sizeof(float) * wv);
-      if (v_words) weights.take(*d.v, r, s[r], end);
-      if (groups) by_group.weigh(r, s[r], end, groups);
-      continue;
+    const bool bad = !finite(q + r * ldq, ldq), none = m == NEG_INF;  // none: nothing but holes
+    if (bad || none) {
+      lse2[r] = bad ? NAN : NEG_INF, start = bad ? NAN : 0.f;
+      std::memset(s, 0, sizeof(float) * end);
+    } else {
+      X sum = set1(0.f);
+      for (int t = 0; t < end; t += 16) {
+        X p = exp2_of(sub(load(s + t), set1(m)));
+        if (t < skip || t + 16 > n) p = between(p, skip - t, n - t, 0.f);
+        store(s + t, p);
+        if (f.valid) p = holes(w, x.token[t / 16], p, s + t);
+        sum = add(sum, p);
+      }
+      const float l = hsum(sum);
+      lse2[r] = m + std::log2(l);
+      X shift = set1(0.f), inv = set1(1.f / l);
+      for (int t = 0; t < end; t += 16) {
+        X p = mul(load(s + t), inv);
+        if (folds(f.v)) shift = fma(p, load(v_shift + t), shift), p = mul(p, load(v_scale + t));
+        store(s + t, p);
+      }
+      start = hsum(shift);
     }
-    X sum = set1(0.f);
-    for (int t = 0; t < end; t += 16) {
-      X p = exp2_of(sub(load(&s[r][t]), set1(m)));
-      if (t < skip || t + 16 > n) p = between(p, skip - t, n - t, 0.f);
-      store(&s[r][t], p);
-      if (f.valid) p = holes(w, token[t / 16], p, &s[r][t]);
-      sum = add(sum, p);
+    if (groups) by_group.weigh(r, s, end, groups);
+    for (int g = 0; g < f_max(groups, 1); g++) {
+      low[g] = start + (groups ? by_group.sum[g] : 0.f);
+      if (bytes) low[g] += weights.take(*d.v, g, r, groups ? by_group.p[g][r] : s, end);
     }
-    const float l = hsum(sum);
-    lse2[r] = m + std::log2(l);
-    X shift = set1(0.f), inv = set1(1.f / l);
-    for (int t = 0; t < end; t += 16) {
-      X p = mul(load(&s[r][t]), inv);
-      if (folds(f.v)) shift = fma(p, load(v_shift + t), shift), p = mul(p, load(v_scale + t));
-      store(&s[r][t], p);
-    }
-    if (groups) {
-      by_group.weigh(r, s[r], end, groups);
-      by_group.start(d.of[2], f.v.slots, out + r * wv);
-      continue;
-    }
-    const float z0 = hsum(shift) + (v_words ? weights.take(*d.v, r, s[r], end) : 0.f);
-    for (int c = 0; c < wv; c++) out[r * wv + c] = z0;
+    for (int c = 0; c < wv; c++) o[c] = low[groups ? d.of[2].group[c] : 0];
   }
-  for (int t = 0; v_words && t < end; t += 16) weights.mix(*d.v, f.v, token[t / 16], t, R, out, wv);
-  if (v_words) return;
+  if (bytes) {
+    alignas(64) uint8_t small[TOKENS * MAX_SLOTS * 16];
+    for (int t = 0; t < end; t += TOKENS) {
+      const int more = f_min(TOKENS, end - t);
+      for (int i = 0; i < more; i += 16) d.v->bytes(f.v.codes + x.token[(t + i) / 16] * f.v.row_bytes, 16, small + i * wv);
+      weights.mix(d.of[2], small, wv, t, more, R, out, wv);
+    }
+    return;
+  }
   for (int t = 0; t < end; t += 16) {
     const int from = t < skip ? skip - t : 0, to = n - t < 16 ? n - t : 16;
-    const float* x = read_rows(f.v, d.v, d.of[2], w, token[t / 16] + from, to - from, buf, !groups);
-    if (groups) {
-#define KV_CALL(N) by_group.mix<N>(d.of[2], x, f.v.slots, t + from, to - from, out, wv)
-      KV_ROWS(R, KV_CALL)
-#undef KV_CALL
-      continue;
-    }
-#define KV_CALL(N) mix16<N>(&s[0][t + from], SPLIT, x, wv, wv, to - from, out, wv)
+    const float* v = read_rows(f.v, d.v, d.of[2], w, x.token[t / 16] + from, to - from, buf, !groups);
+#define KV_CALL(N) groups ? by_group.mix<N>(d.of[2], v, f.v.slots, t + from, to - from, out, wv) \
+                          : mix16<N>(&x.s[0][t + from], SPLIT, v, wv, wv, to - from, out, wv)
     KV_ROWS(R, KV_CALL)
 #undef KV_CALL
   }

@@ -3,13 +3,17 @@
 #include <new>
 
 #include "slots.h"
-#include "words.h"
 
 namespace {
+enum Wanted { NO_BYTES, UNSIGNED, SIGNED };  // which bytes a table's entries become
+constexpr int TOP = 127;                      // the largest of them
+
 struct Decoder {  // of rows as they are stored: numbers without scales, in slot order
   virtual void rows(const uint8_t* row, int n, float* out) const = 0;  // [n, lanes]
-  float step = 0.f, low = 0.f;  // number = step * word + low; step 0: there are no words
-  virtual void words(const uint8_t*, int, int16_t*) const {}
+  // The same as bytes, two runs after two runs: number = step * byte + low, no byte larger than `top`. top 0: there are none.
+  virtual void bytes(const uint8_t*, int, uint8_t*) const {}
+  int top = 0;
+  float step = 0.f, low = 0.f;
 };
 
 template <int BITS> struct Runs {  // a row's codes, two runs at a time; PAIRED: of neighbouring units
@@ -56,24 +60,21 @@ template <int BITS, bool UNIFORM> struct Codes final : Decoder {
   const float* table;
   float mid;
   Narrow narrow;
-  Bytes word_lo{}, word_hi{};  // of a table, as words
-  Codes(const kv_side& s, int top) : at(s), width(s.width), row_bytes(s.row_bytes), looked(s.kind == KV_TABLE), table(s.table), mid(s.mid) {
-    if (top && s.kind == KV_UNIFORM) step = 1.f, low = -mid;
-    else if (top && BITS <= 4) table_words(s.table, (float)top);
+  Bytes table_bytes{};
+  Codes(const kv_side& s, Wanted wanted) : at(s), width(s.width), row_bytes(s.row_bytes), looked(s.kind == KV_TABLE), table(s.table), mid(s.mid) {
+    if (wanted && BITS <= 4) looked ? take_bytes(wanted) : (void)(top = (1 << BITS) - 1, step = 1.f, low = -mid);
     if (!UNIFORM && BITS <= 5) lo = table16(s.table, BITS < 4 ? 1 << BITS : 16), hi = table16(s.table + (BITS == 5 ? 16 : 0), BITS < 4 ? 1 << BITS : 16);
     if (Bits<BITS>::REST) narrow_of<BITS>(s, narrow);
   }
-  void table_words(const float* t, float top) {
+  void take_bytes(Wanted wanted) {
     const int n = 1 << BITS;
-    float most = t[0], least = t[0];
-    for (int i = 1; i < n; i++) least = t[i] < least ? t[i] : least, most = t[i] > most ? t[i] : most;
-    low = least, step = most > least ? (most - least) / top : 1.f;
-    uint8_t b[2][16];
-    for (int i = 0; i < 16; i++) {
-      const int w = (int)std::lround((t[i & (n - 1)] - least) / step);
-      b[0][i] = (uint8_t)w, b[1][i] = (uint8_t)(w >> 8);
-    }
-    word_lo = load_bytes(b[0]), word_hi = load_bytes(b[1]);
+    float least = table[0], most = table[0];
+    for (int i = 1; i < n; i++) least = table[i] < least ? table[i] : least, most = table[i] > most ? table[i] : most;
+    top = TOP, low = wanted == SIGNED ? (least + most) / 2 : least;
+    step = most > least ? (most - low) / TOP : 1.f;
+    uint8_t b[16];
+    for (int i = 0; i < 16; i++) b[i] = (uint8_t)std::lround((table[i & (n - 1)] - low) / step);
+    table_bytes = load_bytes(b);
   }
   // Tables are copied first: then they stay in registers while floats are stored.
   template <bool LOW, bool PAIRED> void unpack(const uint8_t* row, int n, float* out) const {
@@ -106,31 +107,21 @@ template <int BITS, bool UNIFORM> struct Codes final : Decoder {
       at.paired ? unpack<true, true>(row, n, out) : unpack<true, false>(row, n, out);
     }
   }
-  void words(const uint8_t* row, int n, int16_t* out) const override {  // 16 lanes more than there are may be written
-    for (int t = 0; t < n; t++, row += row_bytes) {
-      if constexpr (BITS == 8) {
-        for (int c = 0; c < width; c += 16, out += 16) store_codes(out, width - c >= 16 ? load_bytes(row + c) : load_bytes(row + c, width - c));
-      } else {
-        const auto two = [&](Laced c, bool more) {
-          if (looked) store_looked(out, word_lo, word_hi, c);
-          else store_codes(out, c);
-          out += more ? 32 : 16;
-        };
-        if (at.paired) Runs<BITS>::template row<true>(at, narrow, row, two);
-        else Runs<BITS>::template row<false>(at, narrow, row, two);
-      }
-    }
+  template <bool PAIRED> void as_bytes(const uint8_t* row, int n, uint8_t* out) const {
+    const Bytes by = table_bytes;
+    const bool looked = this->looked;
+    for (int t = 0; t < n; t++, row += row_bytes)
+      Runs<BITS>::template row<PAIRED>(at, narrow, row, [&](Laced c, bool) { store_both(out, looked ? shuffle(by, c) : c), out += 32; });
+  }
+  void bytes(const uint8_t* row, int n, uint8_t* out) const override {
+    if constexpr (BITS <= 4) at.paired ? as_bytes<true>(row, n, out) : as_bytes<false>(row, n, out);
   }
 };
 
 template <int KIND> struct Plain final : Decoder {
   const int width;
   const int64_t row_bytes;
-  Plain(const kv_side& s, int top) : width(s.width), row_bytes(s.row_bytes) { step = top && KIND == KV_I8 ? 1.f : 0.f; }
-  void words(const uint8_t* row, int n, int16_t* out) const override {
-    for (int t = 0; t < n; t++, row += row_bytes)
-      for (int c = 0; c < width; c += 16, out += 16) store_int8(out, load_bytes(row + c));
-  }
+  explicit Plain(const kv_side& s) : width(s.width), row_bytes(s.row_bytes) {}
   void rows(const uint8_t* row, int n, float* out) const override {
     for (int t = 0; t < n; t++, row += row_bytes)
       for (int c = 0; c < width; c += 16, out += 16) {
@@ -149,26 +140,25 @@ template <int KIND> struct Plain final : Decoder {
 // Built once a call; the one place where a format becomes a type. `storage` must outlive it.
 struct Storage { alignas(64) char bytes[sizeof(Codes<7, false>)]; };
 
-// top: of words made from a table, 0 = no words.
-static const Decoder* decoder(const kv_side& s, Storage& at, int top) {
+static const Decoder* decoder(const kv_side& s, Storage& at, Wanted bytes) {
   void* p = at.bytes;
   switch (s.kind) {
-    case KV_F32: return new (p) Plain<KV_F32>(s, top);
-    case KV_BF16: return new (p) Plain<KV_BF16>(s, top);
-    case KV_F16: return new (p) Plain<KV_F16>(s, top);
-    case KV_E4M3: return new (p) Plain<KV_E4M3>(s, top);
-    case KV_E5M2: return new (p) Plain<KV_E5M2>(s, top);
-    case KV_I8: return new (p) Plain<KV_I8>(s, top);
+    case KV_F32: return new (p) Plain<KV_F32>(s);
+    case KV_BF16: return new (p) Plain<KV_BF16>(s);
+    case KV_F16: return new (p) Plain<KV_F16>(s);
+    case KV_E4M3: return new (p) Plain<KV_E4M3>(s);
+    case KV_E5M2: return new (p) Plain<KV_E5M2>(s);
+    case KV_I8: return new (p) Plain<KV_I8>(s);
   }
   switch (s.bits) {
-    case 1: return new (p) Codes<1, false>(s, top);
-    case 2: return new (p) Codes<2, false>(s, top);
-    case 3: return new (p) Codes<3, false>(s, top);
-    case 4: return new (p) Codes<4, false>(s, top);
-    case 5: return new (p) Codes<5, false>(s, top);
-    case 6: return s.kind == KV_TABLE ? (Decoder*)new (p) Codes<6, false>(s, top) : new (p) Codes<6, true>(s, top);
-    case 7: return s.kind == KV_TABLE ? (Decoder*)new (p) Codes<7, false>(s, top) : new (p) Codes<7, true>(s, top);
-    default: return s.kind == KV_TABLE ? (Decoder*)new (p) Codes<8, false>(s, top) : new (p) Codes<8, true>(s, top);
+    case 1: return new (p) Codes<1, false>(s, bytes);
+    case 2: return new (p) Codes<2, false>(s, bytes);
+    case 3: return new (p) Codes<3, false>(s, bytes);
+    case 4: return new (p) Codes<4, false>(s, bytes);
+    case 5: return new (p) Codes<5, false>(s, bytes);
+    case 6: return s.kind == KV_TABLE ? (Decoder*)new (p) Codes<6, false>(s, bytes) : new (p) Codes<6, true>(s, bytes);
+    case 7: return s.kind == KV_TABLE ? (Decoder*)new (p) Codes<7, false>(s, bytes) : new (p) Codes<7, true>(s, bytes);
+    default: return s.kind == KV_TABLE ? (Decoder*)new (p) Codes<8, false>(s, bytes) : new (p) Codes<8, true>(s, bytes);
   }
 }
 

@@ -28,9 +28,6 @@ struct Grouped {
       sum[g] = hsum(total);
     }
   }
-  void start(const Lanes& of, int slots, float* out) const {
-    for (int c = 0; c < slots * 16; c++) out[c] = sum[of.group[c]];
-  }
   // acc[r] += weights [t, t + n) times rows x [n].
   template <int R> void mix(const Lanes& of, const float* x, int slots, int t, int n, float* acc, int lda) const {
     for (int s = 0; s < slots;) {

@@ -89,8 +89,8 @@ KV_API int32_t kv_words(const kv_format* f) {
   Sides d;
   open_sides(*f, d);
   bool keys = false;
-  for (int i = 0; i < f->keys; i++) keys = keys || as_words(f->k[i], *d.k[i], true);
-  return (keys ? 1 : 0) + (as_words(f->v, *d.v, false) ? 2 : 0);
+  for (int i = 0; i < f->keys; i++) keys = keys || as_bytes(f->k[i], d.of[i], *d.k[i], true);
+  return (keys ? 1 : 0) + (as_bytes(f->v, d.of[2], *d.v, false) ? 2 : 0);
 }
 
 static int64_t part_floats(const kv_format& f) { return (int64_t)f.group * (lanes(f.v) + 1); }

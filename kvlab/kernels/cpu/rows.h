@@ -31,16 +31,11 @@ namespace {
 constexpr int SPLIT = 256, TILE = 64, ROWS = 96, MAX_R = 4, AHEAD = 64, MAX_GROUPS = 8;
 constexpr float LOG2E = 1.44269504088896341f, LN2 = 0.693147180559945309f;
 
-constexpr float QUERY_TOP = 16383.f;
-static int word_top(int products) {  // the largest word of which so many, times a query's or a weight's, fit int32
-  const int64_t most = (((int64_t)1 << 31) - 1) / ((int64_t)QUERY_TOP * products);
-  return most < 16383 ? (int)most : 16383;
-}
-
 struct Lanes {  // of a side
   bool runs;    // slots are two runs of sixteen channels each, laced; or, of whole bytes, one
   int groups;   // of a token's scales, if each slot lies in one of at most MAX_GROUPS; else 0
   int parts;    // groups that are read one by one: each has slots and bytes of its own; else 1
+  bool wide;    // every two slots lie in one group
   int32_t group[MAX_SLOTS * 16];
 };
 static kv_side one_part(const kv_side& s, int parts) {
@@ -69,15 +64,18 @@ static void open_lanes(const kv_side& s, Lanes& to) {
   to.groups = s.axis == KV_TOKEN && s.width / s.group <= MAX_GROUPS ? s.width / s.group : 0;
   for (int c = 0; c < lanes; c++)
     if (to.group[c] != to.group[c & ~15]) to.groups = 0;
+  to.wide = to.groups > 0;
+  for (int c = 0; c < lanes; c++)
+    if (to.group[c] != to.group[c & ~31]) to.wide = false;
   const bool own = is_codes(s) ? s.pack == s.group && s.pack * unit_bytes(s.bits) / 8 % 16 == 0 : s.group % 16 == 0;
   to.parts = to.groups && own ? to.groups : 1;
 }
 static void open_sides(const kv_format& f, Sides& s) {
   for (int i = 0; i < f.keys; i++) {
-    s.k[i] = decoder(f.k[i], s.store[i], f.fast ? word_top(2 * f.k[i].slots) : 0), open_lanes(f.k[i], s.of[i]);
-    s.part[i] = s.of[i].parts == 1 ? s.k[i] : decoder(one_part(f.k[i], s.of[i].parts), s.store[3 + i], 0);
+    s.k[i] = decoder(f.k[i], s.store[i], f.fast ? UNSIGNED : NO_BYTES), open_lanes(f.k[i], s.of[i]);
+    s.part[i] = s.of[i].parts == 1 ? s.k[i] : decoder(one_part(f.k[i], s.of[i].parts), s.store[3 + i], f.fast ? UNSIGNED : NO_BYTES);
   }
-  s.v = decoder(f.v, s.store[2], f.fast ? word_top(16) : 0);
+  s.v = decoder(f.v, s.store[2], f.fast ? SIGNED : NO_BYTES);
   open_lanes(f.v, s.of[2]);
 }
 static int lanes(const kv_side& s) { return s.slots * 16; }
@@ -126,9 +124,11 @@ KV_INLINE X present(const Where& w, int slot, int a, int b, X x) {
 // One scale (and zero) per token can be applied to scores and probabilities; anything finer goes to the rows.
 KV_INLINE bool folds(const kv_side& s) { return s.axis == KV_TOKEN && s.group == s.width; }
 
-// Whether the fast arithmetic takes a side (fast.h): a scale per token, none, or, of keys, one per channel.
-KV_INLINE bool as_words(const kv_side& s, const Decoder& d, bool key) {
-  return d.step != 0.f && (folds(s) || s.axis == KV_NONE || (key && s.axis == KV_BLOCK));
+// Whether the fast arithmetic takes a side (fast.h): codes in whole runs, with scales that multiply scores, weights or
+// queries. Weights must not become negative: values need a fit, none of which gives a negative scale.
+KV_INLINE bool as_bytes(const kv_side& s, const Lanes& of, const Decoder& d, bool key) {
+  if (!d.top || !of.runs || (of.parts > 1 && lanes(s) / of.parts % 32) || !(key || s.fit || s.axis == KV_NONE)) return false;
+  return folds(s) || s.axis == KV_NONE || (key ? s.axis == KV_BLOCK || of.parts > 1 : of.wide);
 }
 
 // Scale and shift of each lane for the group of tokens that `token` is in (KV_BLOCK; a group divides a block).

@@ -117,9 +117,9 @@ class Layers:
         device = arrays[fmt.v.codes].device
         self.fmt, self.block, self.layers, self.stride, self.capacity = fmt, block, layers, stride, capacity
         self.G, self.Hk, self.scale, self.exact = G, group_of.shape[1], scale, exact
-        self.nvidia = sides.nvidia(device) and not interpreted()
-        self.K = [sides.spec(s, self.nvidia) for s in fmt.k]
-        self.V = sides.spec(fmt.v, self.nvidia)
+        self.capability = 0 if interpreted() else sides.capability(device)
+        self.K = [sides.spec(s, self.capability > 0) for s in fmt.k]
+        self.V = sides.spec(fmt.v, self.capability > 0)
         self.k = [sides.pointers(s, arrays) for s in fmt.k]
         self.v = sides.pointers(fmt.v, arrays)
         self.valid = fmt.valid and arrays[fmt.valid]
@@ -185,7 +185,7 @@ class Layers:
 
     def _attend(self, i: int, view: View, q: Tensor, out: Tensor, lse: Tensor, join: bool) -> None:
         decode = view.most == 1
-        t = attend_tiles(self.fmt, self.block, self.G, decode, self.exact, self.nvidia)
+        t = attend_tiles(self.fmt, self.block, self.G, decode, self.exact, self.capability)
         N, groups, blocks = view.table.shape
         splits = max(1, -(-blocks * self.block // SPLIT)) if decode else 1
         to, to_lse = out[None], lse[None]
@@ -199,7 +199,7 @@ class Layers:
                 *to.stride()[:3], *to_lse.stride(), blocks, groups, view.lo.shape[2], splits, self.stride, self.scale,
                 K=self.K[0], K2=self.K[1] if len(self.K) > 1 else None, V=self.V, B=self.block, G=self.G,
                 TOKENS=t.tokens, BM=t.rows, BN=t.slots, SPLIT=SPLIT if splits > 1 else 0, CT=TYPES[self.compute],
-                IP=self.precision, num_warps=t.warps, num_stages=t.stages,
+                IP=self.precision, **t.options,
             )  # fmt: skip
         if to.data_ptr() != out.data_ptr():
             self._merge(view, to, to_lse, out, lse, join)

@@ -120,7 +120,7 @@ def mass(layers: Layers, i: int, view: View, q: Tensor, lse: Tensor, columns: in
     """
     q = layers._turned(i, q)
     decode = view.most == 1
-    t = attend_tiles(layers.fmt, layers.block, layers.G, decode, layers.exact, layers.nvidia)
+    t = attend_tiles(layers.fmt, layers.block, layers.G, decode, layers.exact, layers.capability)
     N, groups, blocks = view.table.shape
     heads = 1 << (layers.G - 1).bit_length()
     tokens = max(1, (16 if decode else 32) // heads)
@@ -134,6 +134,6 @@ def mass(layers: Layers, i: int, view: View, q: Tensor, lse: Tensor, columns: in
             *lse.stride(), blocks, groups, view.lo.shape[2], columns, layers.stride, layers.scale, K=layers.K[0],
             K2=layers.K[1] if len(layers.K) > 1 else None, B=layers.block, G=layers.G, TOKENS=tokens, HEADS=heads,
             BN=t.slots, CT=getattr(tl, str(layers.compute).split(".")[1]), IP=layers.precision, num_warps=t.warps,
-            num_stages=t.stages,
+            num_stages=t.stages if len(layers.K) == 1 else min(t.stages, 2),  # queries of both parts are prefetched
         )  # fmt: skip
     return out

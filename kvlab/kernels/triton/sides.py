@@ -62,9 +62,12 @@ class Ptrs(NamedTuple):
     table: Tensor | None
 
 
-def nvidia(device: torch.device) -> bool:
-    """Whether kernels over arrays there are compiled for NVIDIA's GPUs."""
-    return device.type != "cpu" and torch.version.hip is None
+def capability(device: torch.device) -> int:
+    """Compute capability of the NVIDIA GPU that kernels over arrays there are compiled for (90: 9.0); 0: it is none."""
+    if device.type == "cpu" or torch.version.hip is not None:
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 def spec(s: Side, to_ptx: bool = False) -> Spec:

@@ -14,21 +14,31 @@ SPLIT = 512  # slots of a split of decoding rows
 
 
 class Tiles(NamedTuple):
-    """tokens: query tokens of a program. rows: its rows (heads of all of them), padded. slots: of a tile."""
+    """tokens: query tokens of a program. rows: its rows (heads of all of them), padded. slots: of a tile. registers: what
+    a lane may take; 0: the assembler decides."""
 
     tokens: int
     rows: int
     slots: int
     warps: int
     stages: int
+    registers: int = 0
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Of a launch. AMD's compiler does not know maxnreg."""
+        limit = {"maxnreg": self.registers} if self.registers else {}
+        return {"num_warps": self.warps, "num_stages": self.stages, **limit}
 
 
 def _pow2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-def attend_tiles(fmt: Format, B: int, G: int, decode: bool, exact: bool, nvidia: bool) -> Tiles:
-    """decode: one query token a program; else as many as fill 32 rows (16 of wide heads, or of float32, or on AMD)."""
+def attend_tiles(fmt: Format, B: int, G: int, decode: bool, exact: bool, capability: int) -> Tiles:
+    """decode: one query token a program; else as many as fill 32 rows (16 of wide heads, or of float32, or on AMD).
+    capability: sides.capability."""
+    nvidia = capability > 0
     sides = (*fmt.k, fmt.v)
     widest = max(sum(s.width for s in fmt.k), fmt.v.width)
     coded = all(s.kind in ("codes", "int8", "e4m3", "e5m2") for s in sides)
@@ -40,11 +50,14 @@ def attend_tiles(fmt: Format, B: int, G: int, decode: bool, exact: bool, nvidia:
     for s in sides:
         if s.axis == "block":
             slots = min(slots, s.group, B)
-    if exact:
-        return Tiles(tokens, rows, slots, 2 if nvidia and decode and tables else 4, 1)
+    if exact:  # warps: with others some codecs spill
+        few = len(fmt.k) == 1 and (tables or any(s.axis == "block" for s in sides))
+        return Tiles(tokens, rows, slots, 4 if not nvidia else 8 if not decode else 2 if few else 4, 1)
     if not nvidia:  # tables would be gathered through shared memory
         return Tiles(tokens, rows, slots, 4, 1 if large or tables else 2)
     # A product's rows are slots, then channels: a warp takes 16. Block ids and pages are prefetched one after the
     # other, so with 3, 5, 7 stages one, two, three tiles are under way; a tile of float16 is as large as four of codes.
     stages = 3 if not (coded and decode) else 5 if slots == 64 else 7
-    return Tiles(tokens, rows, slots, max(1, min(4, slots // 16)) if decode else 4, stages)
+    # Left alone, the assembler of older GPUs spills a few bytes of narrow heads to fit one program more.
+    registers = 128 if decode and widest <= 64 and capability < 90 else 0
+    return Tiles(tokens, rows, slots, max(1, min(4, slots // 16)) if decode else 4, stages, registers)

@@ -94,9 +94,7 @@ def _pairs(case: Case, target: str) -> set:
     return {x for x in itertools.combinations(values.items(), 2) if {k for k, _ in x} != {"codec", "form"}}
 
 
-KNOWN: dict[str, str] = {
-    "attend decode float16 D64 B16 sm_80": "8 bytes spill: block ids of four tiles ahead take the registers",
-}
+KNOWN: dict[str, str] = {}
 """{pattern of "case target": why it breaks a law today}. A line that is not needed any more fails the test."""
 
 

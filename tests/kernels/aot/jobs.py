@@ -27,7 +27,8 @@ BLOCKS = 2**20  # of a pool: its regions pass 2 GB
 
 
 def of(case: Case, target: str) -> Job:
-    with patch.object(sides, "nvidia", lambda device: TARGETS[target].backend == "cuda"):
+    to = TARGETS[target]
+    with patch.object(sides, "capability", lambda device: to.arch if to.backend == "cuda" else 0):
         return JOBS[case.kernel](case)
 
 

@@ -1,5 +1,5 @@
-"""The fast arithmetic: as close to float64 as integers of 13 to 15 bits are (float64.fast_tolerance), for decoding rows
-alone, and the same bits in every batch (test_laws.py runs its laws on it too)."""
+"""The fast arithmetic: as close to float64 as bytes are (float64.fast_tolerance), for decoding rows alone, and the same
+bits in every batch (test_laws.py runs its laws on it too)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvlab.engine.config import EngineCfg
 from kvlab.errors import ConfigError
 
 CODECS = {
-    "int8": {}, "int4": {}, "int4 3": {"bits": 3}, "int4 2": {"bits": 2}, "int4 in groups": {"group": 16},
+    "int8": {}, "int4": {}, "int4 3": {"bits": 3}, "int4 2": {"bits": 2}, "int4 in groups": {"group": 32}, "int4 in groups of 16": {"group": 16},
     "kivi": {}, "kivi k4": {"bits_k": 4, "bits_v": 8}, "kivi k7": {"bits_k": 7}, "turboquant": {},
     **{f"turboquant {b}": {"bits_k": b, "bits_v": b} for b in (1, 2, 3, 5)}, "turboquant prod": {"variant": "prod"},
     "turboquant k2 v7": {"bits_k": 2, "bits_v": 7},
@@ -39,31 +39,32 @@ def made(name: str, D: int, block: int, count: int = 1):
 @pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_decoding_rows_are_off_by_their_roundings_and_no_more(name, variant):
-    """Fails for a table whose words overflow, a middle taken off twice, pairs of tokens that meet others' weights."""
+    """Fails for sums that overflow, a middle taken off twice, pairs of tokens that meet others' weights."""
     library = pages.library(variant)
     for D, block in ((64, 32), (128, 16), (80, 64), (256, 128)):
-        if "kivi" in name and (D % 32 or block % 32):
-            continue  # its groups of 32
+        if ("kivi" in name and (D % 32 or block % 32)) or D % CODECS[name].get("group", 1):
+            continue  # groups of 32
         cache, rows, q = made(name, D, block)
         got = pages.attend(cache, cache.layers(library, fast=True), rows, q)
         pages.assert_exact(cache, rows, q, got)
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_it_is_another_arithmetic_where_there_are_codes_of_up_to_eight_bits(name):
-    """Else the tests here say nothing. A table of more than four bits, and groups within a token, stay exact."""
+def test_it_is_another_arithmetic_where_there_are_codes_of_up_to_four_bits(name):
+    """Else the tests here say nothing. Rows of less than sixteen bytes stay exact."""
     library = pages.library("generic")
     cache, rows, q = made(name, 64, 32)
     exact, fast = (pages.attend(cache, cache.layers(library, fast=f), rows, q)[0] for f in (False, True))
-    stays = name in ("turboquant 5", "int4 in groups")
+    stays = name in ("int8", "turboquant 5", "turboquant 1", "int4 in groups of 16")
     assert torch.equal(exact, fast) == stays
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("method", ["int4", "int8", "turboquant"])
+@pytest.mark.parametrize("method", ["int4", "turboquant"])
 def test_many_small_weights_beside_a_large_one_are_not_lost_together(method, variant):
-    """One key takes 10 nats more than the others, as a first token does, and values have a common part: rounded each by
-    itself, 255 weights below half a step would all become zero, 0.8 % of that part."""
+    """One key takes 10 nats more than the others, as a first token does, and values have a common part, 3: rounded each to
+    the nearest, 255 weights below half a step would all become zero, 0.8 % of that part. Rounded up or down by chance,
+    and their sum kept, they are off by what values differ."""
     cache = pages.build(method, Geom(1, 2, 1, 64), 32, [256], **({"group": 64} if method != "turboquant" else {}))
     codec, gen = cache.codec, torch.Generator().manual_seed(5)
     k, v = 0.02 * torch.randn(1, 8, 1, 32, 64, generator=gen), 3 + 0.1 * torch.randn(1, 8, 1, 32, 64, generator=gen)
@@ -76,9 +77,11 @@ def test_many_small_weights_beside_a_large_one_are_not_lost_together(method, var
     rows = Rows.last([1], [256])
     q = torch.full((1, 2, 64), 10.4 / 8, dtype=torch.float64)
     exact, fast = (pages.attend(cache, cache.layers(pages.library(variant), fast=f), rows, q)[0] for f in (False, True))
-    assert (exact - fast).abs().max() <= 3 * 8.5 / 16382 + 2e-3 / 8, (
-        "half a step in each of sixteen sums, of values of 3"
-    )
+    step = max(1 / 254, 1 / (32767 // (127 if method == "turboquant" else 15) - 32))
+    table = 5.5 * 3 / 254 / 12**0.5 if method == "turboquant" else 0.0
+    off = (exact - fast).mean(-1).abs().max()  # over 64 channels, whose errors are independent
+    assert off <= 5 * ((step / 2 * 0.15) ** 2 * 31 + table**2) ** 0.5 / 8
+    assert off <= 0.5 * 0.008 * 3, "else this test could not fail"
 
 
 def test_prompts_are_exact():
@@ -89,7 +92,7 @@ def test_prompts_are_exact():
     assert not torch.equal(exact[10:], fast[10:])
 
 
-@pytest.mark.parametrize("name", ["int4", "int8", "turboquant", "kivi"])
+@pytest.mark.parametrize("name", ["int4", "turboquant", "kivi"])
 def test_a_batch_of_eight_gives_what_eight_single_runs_give(name):
     prompts = [torch.randint(0, 256, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in LENGTHS[:8]]
     assert_batch_equals_singles(lambda: [part(name)], prompts, 8, arithmetic="fast")
