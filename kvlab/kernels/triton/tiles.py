@@ -14,8 +14,8 @@ SPLIT = 512  # slots of a split of decoding rows
 
 
 class Tiles(NamedTuple):
-    """tokens: query tokens of a program. rows: its rows (heads of all of them), padded. slots: of a tile. registers: what
-    a lane may take; 0: the assembler decides."""
+    """tokens: query tokens of a program. rows: its rows (heads of all of them), padded. slots: of a tile. registers:
+    the most that a lane may take; 0: the assembler decides."""
 
     tokens: int
     rows: int
@@ -38,7 +38,7 @@ def _pow2(n: int) -> int:
 def attend_tiles(fmt: Format, B: int, G: int, decode: bool, exact: bool, capability: int) -> Tiles:
     """decode: one query token a program; else as many as fill 32 rows (16 of wide heads, or of float32, or on AMD).
     capability: sides.capability."""
-    nvidia = capability > 0
+    nvidia, older = capability > 0, 0 < capability < 90
     sides = (*fmt.k, fmt.v)
     widest = max(sum(s.width for s in fmt.k), fmt.v.width)
     coded = all(s.kind in ("codes", "int8", "e4m3", "e5m2") for s in sides)
@@ -50,14 +50,14 @@ def attend_tiles(fmt: Format, B: int, G: int, decode: bool, exact: bool, capabil
     for s in sides:
         if s.axis == "block":
             slots = min(slots, s.group, B)
+    # Left alone, the assembler of older GPUs spills a few bytes of narrow heads to fit one program more.
+    registers = 128 if older and decode and widest <= 64 else 0
     if exact:  # warps: with others some codecs spill
-        few = len(fmt.k) == 1 and (tables or any(s.axis == "block" for s in sides))
-        return Tiles(tokens, rows, slots, 4 if not nvidia else 8 if not decode else 2 if few else 4, 1)
+        few = nvidia and decode and tables and len(fmt.k) == 1
+        return Tiles(tokens, rows, slots, 2 if few else 8 if older and not decode else 4, 1, registers)
     if not nvidia:  # tables would be gathered through shared memory
         return Tiles(tokens, rows, slots, 4, 1 if large or tables else 2)
     # A product's rows are slots, then channels: a warp takes 16. Block ids and pages are prefetched one after the
     # other, so with 3, 5, 7 stages one, two, three tiles are under way; a tile of float16 is as large as four of codes.
     stages = 3 if not (coded and decode) else 5 if slots == 64 else 7
-    # Left alone, the assembler of older GPUs spills a few bytes of narrow heads to fit one program more.
-    registers = 128 if decode and widest <= 64 and capability < 90 else 0
     return Tiles(tokens, rows, slots, max(1, min(4, slots // 16)) if decode else 4, stages, registers)
