@@ -32,8 +32,10 @@ CODECS = {
     "turboquant 2": ("turboquant", {"bits_k": 2, "bits_v": 2}),
     "turboquant 1": ("turboquant", {"bits_k": 1, "bits_v": 1}),
     "turboquant prod 4": ("turboquant", {"variant": "prod"}),
-    "int8 fast": ("int8", {}),
     "int4 g64 fast": ("int4", {}),
+    "int2 g64 fast": ("int4", {"bits": 2}),
+    "kivi 4 fast": ("kivi", {"bits_k": 4, "bits_v": 4}),
+    "kivi 2 fast": ("kivi", {}),
     "turboquant 4 fast": ("turboquant", {}),
 }
 FOOTPRINT = 192_000_000  # bytes of float32 cache, all layers: more than a last-level cache holds

@@ -70,7 +70,7 @@ KV_INLINE int8_t whole(float x) { return (int8_t)(x != x ? 0.f : x < -128.f ? -1
 KV_INLINE void store_both(int8_t* out, const float* x) {
   for (int i = 0; i < 32; i++) out[laced_run(i % 16) * 16 + laced_code(i / 16, i % 16)] = whole(x[i]);
 }
-KV_INLINE void store_row(uint8_t* out, X x) { KV_EACH out[i] = (uint8_t)x.v[i]; }
+KV_INLINE void store_row(uint8_t* out, X x) { KV_EACH out[i] = (uint8_t)(x.v[i] >= 0.f && x.v[i] < 256.f ? x.v[i] : 0.f); }
 #endif
 
 // scores [R][16] of queries [R][W] and sixteen tokens [16][W]. SMALL: products of a whole row fit int16.
