@@ -15,13 +15,13 @@ GRAPHS = ("auto", "off")
 @dataclass(frozen=True)
 class EngineCfg:
     """block: tokens a block. chunk: prompt tokens of one sequence per step. prefill_reads: what prompt queries see of
-    earlier tokens, "encoded" (the same as decoding sees) or "exact" within their own chunk. kernels: the variant of the
-    CPU kernels, or "off" for the torch path. arithmetic: of decoding rows over codes, "exact" (float32) or "fast"
-    (products of bytes, exact sums; kernels/cpu/fast.h). step: who runs the model, kvlab's lean step for llama-like models
-    or transformers ("auto": lean where it covers the model). weights: what the lean step's matrices are made of, as
-    loaded or converted (models/weights.py names the kinds). graph: decode steps replayed as CUDA graphs ("auto": on a
-    GPU, with Triton's kernels) or "off". compile: torch.compile for what the lean step does in torch. See CacheSize for
-    the rest."""
+    earlier tokens, "encoded" (the same as decoding sees) or "exact" within their own chunk. kernels: the variant of
+    the CPU kernels, or "off" for the torch path. arithmetic: of decoding rows over codes, "exact" (float32) or
+    "fast" (products of bytes, exact sums; kernels/cpu/fast.h). step: who runs the model, kvlab's lean step for
+    llama-like models or transformers ("auto": lean where it covers the model). weights: what the lean step's
+    matrices are made of, as loaded or converted (models/weights.py names the kinds). graph: decode steps replayed
+    as CUDA graphs ("auto": on a GPU, with Triton's kernels) or "off". compile: torch.compile for what the lean step
+    does in torch. See CacheSize for the rest."""
 
     block: int = 32
     max_seqs: int = 8

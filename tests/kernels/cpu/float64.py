@@ -82,16 +82,17 @@ def tolerance(cache: Cache, q: Tensor, layer: int = 0) -> float:
     return ATOL * math.prod(size) * max(1.0, cache.geom.D / 128) ** 0.5 * (3**0.5 if turned else 1.0)
 
 
-def fast_tolerance(cache: Cache, rows: Rows, q: Tensor, weights: list[Tensor], layer: int = 0) -> tuple[Tensor, float]:
-    """How far the fast arithmetic (kernels/cpu/fast.h) may be off: outputs [rows, H, 1], and an lse. Five standard deviations
-    of independent errors, each uniform within a step (step / sqrt(12)), or of a weight that is rounded up or down
-    (step / 2).
+def fast_tolerance(cache: Cache, q: Tensor, weights: list[Tensor], layer: int = 0) -> tuple[Tensor, float]:
+    """How far the fast arithmetic (kernels/cpu/fast.h) may be off: outputs [rows, H, 1], and an lse. Five standard
+    deviations of independent errors, each uniform within a step (step / sqrt(12)), or of a weight that is rounded
+    up or down (step / 2).
 
-    A logit is D products over sqrt(D): a query's step is its largest channel / 127, a key table's its range / 127, and a
-    codec's own basis may make channels larger (4.5 sigma) or, with scales per channel, steps differ. What all channels of
-    a key (or all keys) have in common does not count, it goes with the zeros; nor does what all values have in common,
-    weights keep their sum. An output is off by a logit's error times a value, by the step of a value's table (range /
-    254), and by the weights': of 32 tokens their sum / (32767 / top - 32), at least the largest / 254."""
+    A logit is D products over sqrt(D): a query's step is its largest channel / 127, a key table's its range / 127,
+    and a codec's own basis may make channels larger (4.5 sigma) or, with scales per channel, steps differ. What all
+    channels of a key (or all keys) have in common does not count, it goes with the zeros; nor does what all values
+    have in common, weights keep their sum. An output is off by a logit's error times a value, by the step of a
+    value's table (range / 254), and by the weights': of 32 tokens their sum / (32767 / top - 32), at least the
+    largest / 254."""
     fmt, k, v = cache.codec.page_format(), cache.k[layer], cache.v[layer]
     k = k - k.mean(-2 if fmt.k[0].axis == "block" else -1, keepdim=True) if fmt.k[0].table is None else k
     parts = (q, k, v - v.mean(-2, keepdim=True))
@@ -105,7 +106,7 @@ def fast_tolerance(cache: Cache, rows: Rows, q: Tensor, weights: list[Tensor], l
     top = 2**fmt.v.bits - 1 if fmt.v.bits and not tables[1] else 127
     out = []
     for w in weights:
-        w = torch.nn.functional.pad(w, (0, -w.shape[-1] % 32)).unflatten(-1, (-1, 32))  # splits begin at multiples of 256
+        w = torch.nn.functional.pad(w, (0, -w.shape[-1] % 32)).unflatten(-1, (-1, 32))
         step = torch.maximum(w.amax(-1) / 254, w.sum(-1) / (32767 // top - 32))
         out.append((step.square() * (w > 0).sum(-1)).sum(-1).flatten(1, 2) / 4)
     spread = torch.cat(out)[..., None] + (logit + (5.5 / 254 * tables[1] * scale) ** 2) / 12
@@ -117,7 +118,7 @@ def assert_exact(cache: Cache, rows: Rows, q: Tensor, got: tuple[Tensor, Tensor]
     want, lse, weights = exact(cache, rows, q, layer)
     bounds = (atol or tolerance(cache, q, layer),) * 2
     if cache.fast and not atol:
-        bounds = fast_tolerance(cache, rows, q, weights, layer)
+        bounds = fast_tolerance(cache, q, weights, layer)
     none = lse == -torch.inf
     assert (got[0][none] == 0).all() and (got[1][none] == -torch.inf).all(), "a row that sees nothing"
     for name, x, y, bound in (("out", got[0], want, bounds[0]), ("lse", got[1], lse, bounds[1])):

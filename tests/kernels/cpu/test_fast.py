@@ -19,7 +19,8 @@ from kvlab.engine.config import EngineCfg
 from kvlab.errors import ConfigError
 
 CODECS = {
-    "int8": {}, "int4": {}, "int4 3": {"bits": 3}, "int4 2": {"bits": 2}, "int4 in groups": {"group": 32}, "int4 in groups of 16": {"group": 16},
+    "int8": {}, "int4": {}, "int4 3": {"bits": 3}, "int4 2": {"bits": 2},
+    "int4 in groups": {"group": 32}, "int4 in groups of 16": {"group": 16},
     "kivi": {}, "kivi k4": {"bits_k": 4, "bits_v": 8}, "kivi k7": {"bits_k": 7}, "turboquant": {},
     **{f"turboquant {b}": {"bits_k": b, "bits_v": b} for b in (1, 2, 3, 5)}, "turboquant prod": {"variant": "prod"},
     "turboquant k2 v7": {"bits_k": 2, "bits_v": 7},
@@ -62,7 +63,7 @@ def test_it_is_another_arithmetic_where_there_are_codes_of_up_to_four_bits(name)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("method", ["int4", "turboquant"])
 def test_many_small_weights_beside_a_large_one_are_not_lost_together(method, variant):
-    """One key takes 10 nats more than the others, as a first token does, and values have a common part, 3: rounded each to
+    """One key takes 10 nats more than the others, as a first token does, and values have a common part, 3: rounded to
     the nearest, 255 weights below half a step would all become zero, 0.8 % of that part. Rounded up or down by chance,
     and their sum kept, they are off by what values differ."""
     cache = pages.build(method, Geom(1, 2, 1, 64), 32, [256], **({"group": 64} if method != "turboquant" else {}))
