@@ -72,7 +72,7 @@ def case(seed: int, library) -> str:
     cache.spoil(rows, seed)
     q = pages.queries(cache, rows, seed)
     got = pages.attend(cache, layers, rows, q)
-    pages.assert_exact(cache, rows, q, got, atol=FAR * pages.tolerance(cache, q))
+    pages.assert_exact(cache, rows, q, got, far=FAR)
     columns = r.choice((cache.table.shape[2] * block, max(lengths), 1, 77))
     mass = layers.mass(0, rows.view(cache.table), q.float(), got[1], columns)
     assert not mass.isnan().any(), "mass"
@@ -100,7 +100,7 @@ def holes(r: random.Random, cache: Cache, library, rows: Rows, q: torch.Tensor) 
     layers = cache.layers(library, fast=cache.fast, fmt=fmt, arrays={**cache.flat, "valid": valid.view(-1, 1)})
     cache.holes = hole
     got = pages.attend(cache, layers, rows, q)
-    pages.assert_exact(cache, rows, q, got, atol=FAR * pages.tolerance(cache, q))
+    pages.assert_exact(cache, rows, q, got, far=FAR)
     mass = layers.mass(0, rows.view(cache.table), q.float(), got[1], hole.shape[1])
     assert not mass.isnan().any() and (mass.sum((1, 2)) * hole == 0).all(), "mass in a hole"
 
