@@ -56,8 +56,19 @@ def test_the_tokenizer_equals_transformers_own_gguf_loading(tiny_gguf, tiny_fold
 
     theirs = AutoTokenizer.from_pretrained(tiny_gguf.parent, gguf_file=tiny_gguf.name)
     ours = AutoTokenizer.from_pretrained(tiny_folder, local_files_only=True)
-    assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
-    assert ours.special_tokens_map == theirs.special_tokens_map
+    assert ours.get_vocab() == theirs.get_vocab()
+    for text in (
+        "the other\n\nthé 猫 12 <|im_end|> ",
+        " the",
+        "<file_sep>a\t b  c",
+        "don't 1234\r\n",
+        "ﬁ e\u0301 \u00a0x",
+    ):
+        assert ours.encode(text) == theirs.encode(text), text
+    marks = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
+    assert (
+        marks.items() <= ours.special_tokens_map.items()
+    )  # as the file says; transformers 5.17 did not read it
     assert ours.chat_template == theirs.chat_template
     text = "the other\n\nthé 猫 12 <|im_end|> "
     assert ours.decode(ours.encode(text)) == text
