@@ -66,9 +66,7 @@ def test_the_tokenizer_equals_transformers_own_gguf_loading(tiny_gguf, tiny_fold
     ):
         assert ours.encode(text) == theirs.encode(text), text
     marks = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
-    assert (
-        marks.items() <= ours.special_tokens_map.items()
-    )  # as the file says; transformers 5.17 did not read it
+    assert marks.items() <= ours.special_tokens_map.items(), "as the file says; transformers 5.17 did not read it"
     assert ours.chat_template == theirs.chat_template
     text = "the other\n\nthé 猫 12 <|im_end|> "
     assert ours.decode(ours.encode(text)) == text
