@@ -24,10 +24,6 @@ static bool shape_ok(const kv_side& s) {
   if (s.bits < 1 || s.bits > 8 || s.pack <= 0 || s.pack % 8 || s.width % s.pack) return false;
   return s.pack * unit_bytes(s.bits) / 8 <= 16 * MAX_UNITS;
 }
-static int64_t least_row_bytes(const kv_side& s) {
-  if (is_codes(s)) return (int64_t)s.width * s.bits / 8;
-  return (int64_t)s.width * (s.kind == KV_F32 ? 4 : s.kind == KV_BF16 || s.kind == KV_F16 ? 2 : 1);
-}
 
 // Fills channel [1024] and returns the slots of a side, negative when the kernels cannot hold it.
 KV_API int32_t kv_slots(const kv_side* s, int16_t* channel) {

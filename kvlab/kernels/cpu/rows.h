@@ -44,7 +44,7 @@ static kv_side one_part(const kv_side& s, int parts) {
   if (parts > 1) one.pack = one.width;
   return one;
 }
-static int64_t part_bytes(const kv_side& s, int parts) { return (int64_t)s.width / parts * (is_codes(s) ? s.bits : 8) / 8; }
+static int64_t part_bytes(const kv_side& s, int parts) { return least_row_bytes(s) / parts; }
 
 struct Sides {
   const Decoder *k[2], *v, *part[2];  // part: of one of the groups of a key that are read one by one (Lanes.parts)

@@ -72,7 +72,6 @@ KV_INLINE X add(X x, X y) { return {_mm512_add_ps(x.a, y.a)}; }
 KV_INLINE X sub(X x, X y) { return {_mm512_sub_ps(x.a, y.a)}; }
 KV_INLINE X mul(X x, X y) { return {_mm512_mul_ps(x.a, y.a)}; }
 KV_INLINE X div(X x, X y) { return {_mm512_div_ps(x.a, y.a)}; }
-KV_INLINE X halves(float low, float high) { return {_mm512_mask_blend_ps((__mmask16)0xFF00, _mm512_set1_ps(low), _mm512_set1_ps(high))}; }
 KV_INLINE X nearest(X x) { return {_mm512_roundscale_ps(x.a, 0)}; }
 KV_INLINE X floor_of(X x) { return {_mm512_roundscale_ps(x.a, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)}; }
 KV_INLINE X fma(X x, X y, X z) { return {_mm512_fmadd_ps(x.a, y.a, z.a)}; }
@@ -123,7 +122,6 @@ KV_INLINE X add(X x, X y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, 
 KV_INLINE X sub(X x, X y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
 KV_INLINE X mul(X x, X y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
 KV_INLINE X div(X x, X y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
-KV_INLINE X halves(float low, float high) { return {_mm256_set1_ps(low), _mm256_set1_ps(high)}; }
 KV_INLINE X nearest(X x) {
   constexpr int how = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
   return {_mm256_round_ps(x.a, how), _mm256_round_ps(x.b, how)};
@@ -190,7 +188,6 @@ KV_INLINE X add(X x, X y) { KV_EACH x.v[i] += y.v[i]; return x; }
 KV_INLINE X sub(X x, X y) { KV_EACH x.v[i] -= y.v[i]; return x; }
 KV_INLINE X mul(X x, X y) { KV_EACH x.v[i] *= y.v[i]; return x; }
 KV_INLINE X div(X x, X y) { KV_EACH x.v[i] /= y.v[i]; return x; }
-KV_INLINE X halves(float low, float high) { X r; KV_EACH r.v[i] = i < 8 ? low : high; return r; }
 KV_INLINE X nearest(X x) { KV_EACH x.v[i] = std::nearbyint(x.v[i]); return x; }
 KV_INLINE X floor_of(X x) { KV_EACH x.v[i] = std::floor(x.v[i]); return x; }
 KV_INLINE X fma(X x, X y, X z) { KV_EACH z.v[i] += x.v[i] * y.v[i]; return z; }

@@ -1,10 +1,10 @@
-// How one side (K or V) of a page is stored, and its rows as floats. `kv_side` is filled by kernels/cpu/attend.py from a
+// How one side (K or V) of a page is stored, and in which order it is read. `kv_side` is filled by kernels/cpu/attend.py from a
 // codec's own description (kernels/format.py); nothing here knows a method by name.
 //
 // A row (one token of one head) is read sixteen bytes of its widest plane at a time: a UNIT. A unit of w-bit codes holds
 // 8 / w runs of sixteen. Two runs are unpacked at once (bytes.h) and make two SLOTS of sixteen lanes: the same run of two
-// neighbouring units where a packed row has an even number of them, else two runs of one. `channel` says which channel each lane of
-// each slot is (-1: padding). Queries are brought into slot order once, outputs back into channel order once; rows never.
+// neighbouring units where a packed row has an even number of them, else two runs of one. `channel` says
+// which channel each lane of each slot is (-1: padding). Queries are brought into slot order once, outputs back into channel order once; rows never.
 #pragma once
 #include "bytes.h"
 
@@ -38,6 +38,10 @@ template <int BITS> struct Bits {  // planes of the binary expansion, widest fir
 
 KV_INLINE int unit_bytes(int bits) { return bits == 8 ? 8 : bits >= 4 ? 4 : bits >= 2 ? 2 : 1; }
 KV_INLINE bool is_codes(const kv_side& s) { return s.kind == KV_UNIFORM || s.kind == KV_TABLE; }
+static int64_t least_row_bytes(const kv_side& s) {
+  if (is_codes(s)) return (int64_t)s.width * s.bits / 8;
+  return (int64_t)s.width * (s.kind == KV_F32 ? 4 : s.kind == KV_BF16 || s.kind == KV_F16 ? 2 : 1);
+}
 
 // Calls f(byte, run, byte, run) for every two runs of `span` bytes, in the order in which they are unpacked.
 template <class F> static void each_pair(int span, bool paired, int per, F f) {
