@@ -69,15 +69,23 @@ inline void prepare(const kv_matrix& m, const float* x, const float* weight, flo
   for (int i = 0; i < n; i += 16) store_words(out + i, mul(value(i), set1(inverse)));
 }
 
+// What is asked for while a panel is read: `pace` bytes more with each line of 64. The hardware stops where a memory page
+// ends, and a panel that several tiles read leaves memory idle after the first. Two panels of float32 keep it busy without.
+struct Soon { const char* p; int pace; };
+template <int KIND, int P> KV_INLINE void ask(const Soon& soon, int k, int64_t away) {
+  constexpr int line = KIND == KV_DENSE_F32 ? 1 : 2;  // steps of a line
+  if ((KIND != KV_DENSE_F32 || P == 1) && k % line == 0) KV_PREFETCH(soon.p + away + (int64_t)k / line * soon.pace);
+}
+
 // Sums of R rows over P panels that lie `next` bytes apart.
 template <int KIND, int R, int P>
-KV_INLINE void dots(const char* w, int64_t next, const char* x, int64_t bytes, int inputs, X (*out)[2]) {
+KV_INLINE void dots(const char* w, int64_t next, const Soon& soon, const char* x, int64_t bytes, int inputs, X (*out)[2]) {
   if constexpr (KIND == KV_DENSE_INT8) {
     Sums sum[R][P];
     for (auto& r : sum) for (auto& s : r) s = no_sums();
-    for (int k = 0; k < (inputs + 1) / 2; k++) {
+    KV_UNROLL(2) for (int k = 0; k < (inputs + 1) / 2; k++) {
       Words a[P];
-      for (int p = 0; p < P; p++) a[p] = load_words((const int8_t*)w + p * next + 32 * (int64_t)k);
+      for (int p = 0; p < P; p++) ask<KIND, P>(soon, k, p * next), a[p] = load_words((const int8_t*)w + p * next + 32 * (int64_t)k);
       KV_UNROLL(6) for (int r = 0; r < R; r++) {
         int32_t two;
         std::memcpy(&two, x + r * bytes + 4 * (int64_t)k, 4);
@@ -91,7 +99,7 @@ KV_INLINE void dots(const char* w, int64_t next, const char* x, int64_t bytes, i
     for (int k = 0; k < inputs; k++) {
       X a[P];
       for (int p = 0; p < P; p++)
-        a[p] = KIND == KV_DENSE_F32 ? load((const float*)(w + p * next) + PANEL * (int64_t)k) : load_bf16((const uint16_t*)(w + p * next) + PANEL * (int64_t)k);
+        ask<KIND, P>(soon, k, p * next), a[p] = KIND == KV_DENSE_F32 ? load((const float*)(w + p * next) + PANEL * (int64_t)k) : load_bf16((const uint16_t*)(w + p * next) + PANEL * (int64_t)k);
       KV_UNROLL(6) for (int r = 0; r < R; r++) {
         const X v = set1(((const float*)(x + r * bytes))[k]);
         for (int p = 0; p < P; p++) sum[r][p] = fma(a[p], v, sum[r][p]);
@@ -109,17 +117,20 @@ KV_INLINE X silu(X g) {  // g / (1 + e^-g), with no power above 1
   return div(mul(g, exp2_of(mul(low, log2e))), add(set1(1.f), exp2_of(negative(mul(size, log2e)))));
 }
 
+// Rows [t, t + R), the i-th of some tiles of rows.
 template <int KIND, int R>
-void tile(const kv_matrix& m, const Inputs& in, const Out& out, int unit, int t) {
+void tile(const kv_matrix& m, const Inputs& in, const Out& out, int unit, int t, int i, int tiles) {
   const int64_t next = panel_bytes(m);
   const char *w = (const char*)m.weight + 2 * unit * next, *x = in.row + t * in.bytes;
+  Soon soon = {w + 2 * next + next * i / tiles, 64 / tiles};
   X sum[R][2];
   if constexpr (R <= 2) {
-    dots<KIND, R, 2>(w, next, x, in.bytes, m.inputs, sum);
+    dots<KIND, R, 2>(w, next, soon, x, in.bytes, m.inputs, sum);
   } else {
     X one[R][2];
     for (int p = 0; p < 2; p++) {
-      dots<KIND, R, 1>(w + p * next, next, x, in.bytes, m.inputs, one);
+      dots<KIND, R, 1>(w + p * next, next, soon, x, in.bytes, m.inputs, one);
+      soon.p += next;
       for (int r = 0; r < R; r++) sum[r][p] = one[r][0];
     }
   }
@@ -145,12 +156,12 @@ template <int KIND> void unit_of(const kv_matrix& m, const Inputs& in, const Out
   for (int i = 0; i < tiles; i++) {
     const int t = (int)((int64_t)T * i / tiles), rows = (int)((int64_t)T * (i + 1) / tiles) - t;
     switch (rows) {
-      case 1: tile<KIND, 1>(m, in, out, unit, t); break;
-      case 2: tile<KIND, 2>(m, in, out, unit, t); break;
-      case 3: tile<KIND, 3>(m, in, out, unit, t); break;
-      case 4: tile<KIND, 4>(m, in, out, unit, t); break;
+      case 1: tile<KIND, 1>(m, in, out, unit, t, i, tiles); break;
+      case 2: tile<KIND, 2>(m, in, out, unit, t, i, tiles); break;
+      case 3: tile<KIND, 3>(m, in, out, unit, t, i, tiles); break;
+      case 4: tile<KIND, 4>(m, in, out, unit, t, i, tiles); break;
       default:
-        if constexpr (tile_rows(KIND) > 4) rows == 5 ? tile<KIND, 5>(m, in, out, unit, t) : tile<KIND, 6>(m, in, out, unit, t);
+        if constexpr (tile_rows(KIND) > 4) rows == 5 ? tile<KIND, 5>(m, in, out, unit, t, i, tiles) : tile<KIND, 6>(m, in, out, unit, t, i, tiles);
     }
   }
 }
