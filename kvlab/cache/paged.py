@@ -155,9 +155,8 @@ class PagedCache:
     def can_grow(self, growths: list[Growth]) -> bool:
         return all(t.can_grow(g) for t, g in zip(self.classes, growths))
 
-    def begin(self, step: Step, may_seal: np.ndarray, exact: bool = False) -> StepPages:
-        """Take every block the step needs, or raise NoBlocks and change nothing."""
-        growths = self.growth(step.cache_rows, step.q_len, may_seal)
+    def begin(self, step: Step, growths: list[Growth], exact: bool = False) -> StepPages:
+        """Take every block the step needs (its `growth`), or raise NoBlocks and change nothing."""
         if not self.can_grow(growths):
             raise NoBlocks(f"a step of {step.T} tokens does not fit: {self.describe()}")
         for t, g in zip(self.classes, growths):

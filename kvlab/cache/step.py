@@ -65,22 +65,21 @@ class Step:
         self.buckets = self._buckets()
 
     def _buckets(self) -> list[Bucket]:
-        size = np.where(self.q_len == 1, 1, 2 ** np.ceil(np.log2(np.maximum(self.q_len, MIN_BUCKET))).astype(np.int64))
-        prefill = self.phase != DECODE
-        out = []
-        for rows in np.unique(size):
-            for is_prefill in (False, True):
-                members = np.nonzero((size == rows) & (prefill == is_prefill))[0]
-                if not len(members):
-                    continue
-                at = np.arange(rows)[None]
-                real = at < self.q_len[members][:, None]
-                take = self.cu[members][:, None] + np.minimum(at, self.q_len[members][:, None] - 1)
-                keep = None if real.all() else self.tensor(np.nonzero(real.ravel())[0])
-                out.append(
-                    Bucket(int(rows), members, self.tensor(take.ravel()), keep, self.tensor(take[real]), is_prefill)
-                )
-        return out
+        found: dict[tuple[int, bool], list[int]] = {}
+        for n, (length, phase) in enumerate(zip(self.q_len.tolist(), self.phase.tolist())):
+            rows = 1 if length == 1 else 1 << (max(length, MIN_BUCKET) - 1).bit_length()
+            found.setdefault((rows, phase != DECODE), []).append(n)
+        return [self._bucket(rows, np.array(found[rows, prefill]), prefill) for rows, prefill in sorted(found)]
+
+    def _bucket(self, rows: int, members: np.ndarray, prefill: bool) -> Bucket:
+        if rows == 1:
+            take = self.tensor(self.cu[members])
+            return Bucket(1, members, take, None, take, prefill)
+        at = np.arange(rows)[None]
+        real = at < self.q_len[members][:, None]
+        take = self.cu[members][:, None] + np.minimum(at, self.q_len[members][:, None] - 1)
+        keep = None if real.all() else self.tensor(np.nonzero(real.ravel())[0])
+        return Bucket(rows, members, self.tensor(take.ravel()), keep, self.tensor(take[real]), prefill)
 
     def tensor(self, array: np.ndarray) -> Tensor:
         """A host array on the step's device (a fresh buffer every step: an old one may still be being read)."""

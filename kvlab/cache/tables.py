@@ -31,11 +31,7 @@ class Growth:
     body: tuple[np.ndarray, np.ndarray]  # logical block ranges [from, to) that need a body block
     tail: tuple[np.ndarray, np.ndarray]
     cow: list[tuple[int, int, int]]  # (row, group, logical block): the open block is shared and must be copied
-
-    def need(self, has_tail: bool) -> tuple[int, int]:
-        """(body, tail) blocks."""
-        body, tail = (int((b - a).clip(0).sum()) for a, b in (self.body, self.tail))
-        return (body, tail + len(self.cow)) if has_tail else (body + len(self.cow), tail)
+    need: tuple[int, int] = (0, 0)  # (body, tail) blocks, copies included
 
 
 class ClassTables:
@@ -91,30 +87,33 @@ class ClassTables:
             sealed_to, body, tail = after, (have, want), (want, want)
             table, pool = self.body, self.pool
         else:
-            target = B * ((after - self.residual).clip(0) // B)
+            target = B * (np.maximum(after - self.residual, 0) // B)
             sealed_to = np.where(may_seal[:, None], np.maximum(target, sealed), sealed)
             body, tail = (sealed // B, sealed_to // B), (have, want)
             table, pool = self.tail, self.tail_pool
         cow = []
         if (before % B).any():
-            last = (before - 1).clip(0) // B
-            ids = np.take_along_axis(table[rows], last[..., None], 2)[..., 0]
+            last = np.maximum(before - 1, 0) // B
+            ids = table[rows[:, None], np.arange(last.shape[1]), last]
+            shared = np.frombuffer(pool.ref, np.int32)[ids] > 1
             leaving: dict[int, int] = {}  # owners that get a copy in this step; the last one writes in place
-            for n, g in zip(*np.nonzero((before % B > 0) & (add[:, None] > 0))):
+            for n, g in zip(*np.nonzero(shared & (before % B > 0) & (add[:, None] > 0))):
                 block = int(ids[n, g])
                 if pool.ref[block] - leaving.get(block, 0) > 1:
                     leaving[block] = leaving.get(block, 0) + 1
                     cow.append((int(rows[n]), int(g), int(last[n, g])))
-        return Growth(before, after, sealed_to, body, tail, cow)
+        need = [int(np.maximum(b - a, 0).sum()) for a, b in (body, tail)]
+        need[self.tail is not None] += len(cow)
+        return Growth(before, after, sealed_to, body, tail, cow, tuple(need))
 
     def can_grow(self, growth: Growth) -> bool:
-        body, tail = growth.need(self.tail is not None)
+        body, tail = growth.need
         return body <= self.pool.available and (not tail or tail <= self.tail_pool.available)
 
     def grow(self, rows: np.ndarray, growth: Growth) -> None:
         """Take the blocks and do the copies-on-write. Raises NoBlocks with nothing changed."""
         if not self.can_grow(growth):
-            body, tail = growth.need(self.tail is not None)
+            body, tail = growth.need
             raise NoBlocks(f"step needs {body} body and {tail} tail blocks")
         self._fill(self.body, self.pool, rows, *growth.body)
         if self.tail is not None:
@@ -139,7 +138,7 @@ class ClassTables:
 
     @staticmethod
     def _fill(table: np.ndarray, pool: BlockPool, rows: np.ndarray, lo: np.ndarray, hi: np.ndarray) -> None:
-        count = (hi - lo).clip(0)
+        count = np.maximum(hi - lo, 0)
         total = int(count.sum())
         if not total:
             return
@@ -167,7 +166,7 @@ class ClassTables:
     def _drop_window(self, rows: np.ndarray) -> None:
         """The next query, at slot n, sees slots > n - window: whole blocks before that are freed."""
         B = self.block
-        dead = (self.n_slots[rows] - self.window + 1).clip(0) // B
+        dead = np.maximum(self.n_slots[rows] - self.window + 1, 0) // B
         dead = np.minimum(dead, self.sealed[rows] // B)
         for n, g in zip(*np.nonzero(dead)):
             self.drop_front(int(rows[n]), int(g), int(dead[n, g]))

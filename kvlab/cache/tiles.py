@@ -69,18 +69,19 @@ class TileBuilder:
         at = np.minimum(np.arange(bucket.rows)[None], self.step.q_len[m][:, None] - 1)[:, None]
         before = self.growth.before[m][..., None]
         p = before + at  # slot of the row itself
-        first = (p + 1 - self.t.window).clip(0) if self.t.window is not None else np.zeros_like(p)
+        first = np.maximum(p + 1 - self.t.window, 0) if self.t.window is not None else np.zeros_like(p)
         if self.t.tail is None:
             if not (self.exact and bucket.prefill):
                 return first, p + 1
             if source == "body":
                 return first, np.broadcast_to(before, p.shape)
-            return (first - before).clip(0), np.broadcast_to(at + 1, p.shape)
+            return np.maximum(first - before, 0), np.broadcast_to(at + 1, p.shape)
         held = self.t.sealed[self.step.cache_rows[m]][..., None]
         if self.exact:
             body_hi = np.broadcast_to(held, p.shape)
         else:
-            body_hi = (B * ((p + 1 - self.t.residual).clip(0) // B)).clip(held, self.growth.sealed_to[m][..., None])
+            whole = B * (np.maximum(p + 1 - self.t.residual, 0) // B)
+            body_hi = np.minimum(np.maximum(whole, held), self.growth.sealed_to[m][..., None])
         return (first, body_hi) if source == "body" else (np.maximum(first, body_hi), p + 1)
 
     def tiles(self, bucket: Bucket, source: Source, layer: int) -> list[Tile]:

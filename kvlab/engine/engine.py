@@ -125,7 +125,7 @@ class Engine:
         phase = np.where(start >= context, DECODE, np.where(start + q_len >= context, PREFILL_LAST, PREFILL))
         rows = np.array([s.row for s in seqs], np.int64)
         step = Step(rows, q_len, start, phase.astype(np.int8), context, self.device)
-        pages = self.cache.begin(step, self.scheduler.may_seal(seqs), self.cfg.prefill_reads == "exact")
+        pages = self.cache.begin(step, self.scheduler.growths, self.cfg.prefill_reads == "exact")
         self.stats.peak_bytes = max(self.stats.peak_bytes, self._used_bytes())
         return step, pages, self._wanted(work, step)
 
@@ -187,7 +187,8 @@ class Engine:
         first = [(s, at) for s, at in owners if not s.output and s.sampling.n > 1 and s.parent is None]
         for seq, at in first:
             owners = owners + [(child, at) for child in self._fork(seq)]
-        chosen = sample(logits[[at for _, at in owners]], [s for s, _ in owners])
+        at = [at for _, at in owners]
+        chosen = sample(logits if at == list(range(len(logits))) else logits[at], [s for s, _ in owners])
         new = []
         for (seq, _), token in zip(owners, chosen):
             if seq.status is not Status.RUNNING:

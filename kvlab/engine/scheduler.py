@@ -12,6 +12,7 @@ from collections import deque
 import numpy as np
 
 from kvlab.cache.paged import PagedCache
+from kvlab.cache.tables import Growth
 from kvlab.compressor import Compressor
 from kvlab.engine.sequence import Sequence, Status
 from kvlab.errors import CacheTooSmall
@@ -26,6 +27,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
         self.preemptions = 0
+        self.growths: list[Growth] = []  # what the work that `schedule` returned last takes of the cache
 
     # -- admission -----------------------------------------------------------------------------------------------
     def peak_blocks(self, seq: Sequence) -> tuple[tuple[int, int], ...]:
@@ -125,7 +127,10 @@ class Scheduler:
     def _fits(self, work: Work) -> bool:
         rows = np.array([s.row for s, _ in work])
         add = np.array([n for _, n in work])
-        return self.cache.can_grow(self.cache.growth(rows, add, self.may_seal([s for s, _ in work])))
+        growths = self.cache.growth(rows, add, self.may_seal([s for s, _ in work]))
+        if fits := self.cache.can_grow(growths):
+            self.growths = growths
+        return fits
 
     def preempt(self, seq: Sequence) -> None:
         """Free everything; the sequence waits at the front and is computed again, its output kept."""

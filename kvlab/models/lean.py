@@ -85,8 +85,8 @@ class LeanRunner:
     def forward(
         self, tokens: Tensor, positions: Tensor, rows: Tensor, compressor: Compressor, pages: StepPages
     ) -> Tensor:
-        """tokens, positions int64 [T]; rows int64 [k]: packed rows whose logits are wanted. Returns float [k,
-        vocab]."""
+        """tokens, positions int64 [T]; rows int64 [k]: packed rows, ascending, whose logits are wanted. Returns float
+        [k, vocab]."""
         body, T = self.body, len(tokens)
         x = body.embed(tokens)
         cos, sin = self.rotary(x, positions[None])
@@ -100,7 +100,9 @@ class LeanRunner:
                 q, k, v = body.front(i, x, angles)
                 compressor.write(i, k, v, pages)
                 body.back(i, compressor.attend(i, q, k, v, pages).view(T, -1), x)
-        return body.head(x.index_select(0, rows)) if len(rows) else x.new_empty(0, self.vocab)
+        if not len(rows):
+            return x.new_empty(0, self.vocab)
+        return body.head(x if len(rows) == T else x.index_select(0, rows))
 
 
 def _body(model: nn.Module, weights: str, kernels: str, min_rows: int, compiled: bool) -> Body:

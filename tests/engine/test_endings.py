@@ -132,7 +132,7 @@ def test_a_step_that_does_not_fit_changes_nothing():
     rows, one = np.array([seq.row]), np.ones(1, np.int64)
     step = Step(rows, one * 9, one * 6, np.array([DECODE], np.int8), one * 6)
     with pytest.raises(NoBlocks, match="a step of 9 tokens"):
-        e.cache.begin(step, np.ones(1, bool))
+        e.cache.begin(step, e.cache.growth(step.cache_rows, step.q_len, np.ones(1, bool)))
     assert snapshot(e) == before
 
 

@@ -92,7 +92,7 @@ class Layers:
         self.group_of = np.ascontiguousarray(group_of, np.int32)
         self.offset = np.ascontiguousarray(offset, np.int64)
         self.formats = [self._format(i, stride, scale, fast) for i in range(len(group_of))]
-        self.addresses = np.array([ctypes.addressof(f) for f in self.formats], np.int64)
+        self._pointers = np.zeros(0, np.int64)
         self._work = torch.empty(0)
         self._checked: kv_view | None = None
 
@@ -112,6 +112,13 @@ class Layers:
         out.v = self.bound.v
         accept("kv_check_format", self.lib.kv_check_format(ctypes.byref(out)))
         return out
+
+    def pointers(self, L: int) -> np.ndarray:
+        """Addresses of the formats by the model's L layers, int64 [L]; 0 where a layer is of another class."""
+        if len(self._pointers) != L:
+            self._pointers = np.zeros(L, np.int64)
+            self._pointers[self.layers] = [ctypes.addressof(f) for f in self.formats]
+        return self._pointers
 
     @property
     def words(self) -> int:

@@ -97,14 +97,10 @@ class Turn:
 
     def _formats(self, layers: Layers) -> int:
         self.libs.add(layers.lib)
-        return self._pointers(layers, layers.addresses)
+        return layers.pointers(self.L).ctypes.data
 
     def _by_layer(self, layers: Layers, rows: Tensor) -> int:
-        self.kept.append(rows := rows.contiguous())
-        return self._pointers(layers, rows.data_ptr() + np.arange(len(rows)) * rows.stride(0) * rows.element_size())
-
-    def _pointers(self, layers: Layers, pointers: np.ndarray) -> int:
-        out = np.zeros(self.L, np.int64)
-        out[layers.layers] = pointers
-        self.kept.append(out)
+        rows, out = rows.contiguous(), np.zeros(self.L, np.int64)
+        out[layers.layers] = rows.data_ptr() + np.arange(len(rows)) * rows.stride(0) * rows.element_size()
+        self.kept += [rows, out]
         return out.ctypes.data
