@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from kvlab import hugepages
 from kvlab.cache.layout import Region
 from kvlab.kernels import move
 from kvlab.kernels.backend import Moves
@@ -26,7 +27,7 @@ class Arrays:
         self.data: dict[str, Tensor] = {}
         for r in regions:
             inner = (block, *r.shape) if r.scope == "token" else r.shape
-            self.data[r.name] = torch.empty((n_blocks, layers, heads, *inner), dtype=r.dtype, device=device)
+            self.data[r.name] = hugepages.empty((n_blocks, layers, heads, *inner), r.dtype, device)
             self.data[r.name][0].zero_()
         # Flat views: one row per (block, layer, head) for reads, one row per token for writes and compaction.
         rows = n_blocks * layers * heads

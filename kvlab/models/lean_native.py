@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kvlab.hugepages import Arena
 from kvlab.kernels.cpu.dense import LayerParts, Matrix, Step, interleaved, padded
 from kvlab.kernels.cpu.turn import Turn
 
@@ -29,15 +30,15 @@ class NativeBody:
         self.D, self.kind = body.layers[0].self_attn.head_dim, KINDS[kind]
         self.weight = body.embed_tokens.weight.detach()
         self.pad = padded(self.weight.shape[1]) - self.weight.shape[1]
-        norm = body.norm
+        norm, self._arena = body.norm, Arena()
         layers = [self._layer(layer) for layer in body.layers]
-        head = Matrix(self.kind, model.lm_head.weight, model.lm_head.bias)
+        head = Matrix(self.kind, model.lm_head.weight, model.lm_head.bias, self._arena)
         self.step = Step(library, layers, norm.weight.detach(), norm.variance_epsilon, head)
         self.facts = {"linear": f"{variant} {self.kind}"}
 
     def _matrix(self, *modules: nn.Linear, join=torch.cat) -> Matrix:
         bias = None if modules[0].bias is None else join([m.bias.detach() for m in modules])
-        return Matrix(self.kind, join([m.weight.detach() for m in modules]), bias)
+        return Matrix(self.kind, join([m.weight.detach() for m in modules]), bias, self._arena)
 
     def _layer(self, layer: nn.Module) -> LayerParts:
         a, m, qk_norm, qk_eps = layer.self_attn, layer.mlp, None, 0.0

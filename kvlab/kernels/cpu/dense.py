@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvlab.hugepages import Arena
 from kvlab.kernels.cpu.structs import accept, dense_rows
 
 KINDS = {"float32": 0, "bf16": 1, "int8": 2}
@@ -58,10 +59,10 @@ class Matrix:
     """weight [outputs, inputs] of any float type, bias [outputs] or None, as the kernels read them.
 
     int8: symmetric codes with one scale per output. Rows become integers up to `top`, the largest with which no sum of
-    products can leave int32: 32767 unless a matrix has very many inputs.
+    products can leave int32: 32767 unless a matrix has very many inputs. arena: where the packed weight lies.
     """
 
-    def __init__(self, kind: str, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, kind: str, weight: Tensor, bias: Tensor | None, arena: Arena | None = None) -> None:
         self.inputs, self.outputs = weight.shape[1], weight.shape[0]
         rows = padded(self.outputs) - self.outputs
         self.bias = None if bias is None else F.pad(bias.detach().float(), (0, rows))
@@ -74,10 +75,11 @@ class Matrix:
             largest_sum = int(codes.abs().sum(1, dtype=torch.int64).max())
             self.top = float(min(2**15 - 1, (2**31 - 1) // max(largest_sum, 1)))
             codes = F.pad(codes, (0, self.inputs % 2)).view(-1, PANEL, (self.inputs + 1) // 2, 2)
-            self.data = codes.transpose(1, 2).contiguous()
+            packed = codes.transpose(1, 2)
         else:
             weight = weight.to(torch.bfloat16 if kind == "bf16" else torch.float32)
-            self.data = weight.view(-1, PANEL, self.inputs).transpose(1, 2).contiguous()
+            packed = weight.view(-1, PANEL, self.inputs).transpose(1, 2)
+        self.data = (arena or Arena(0)).copy(packed)
         self.struct = kv_matrix(
             ctypes.sizeof(kv_matrix), KINDS[kind], self.inputs, self.outputs, self.top, 0,
             self.data.data_ptr(), _pointer(self.scale), _pointer(self.bias),
