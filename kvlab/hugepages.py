@@ -1,8 +1,8 @@
 """Large arrays in memory that a step walks through: on Linux they ask for pages of 2 MiB.
 
 A step reads a model's weights and scattered blocks of a cache once each. On pages of 4 KiB it waits for address
-translations: weights alone push the cache's out. It is a hint; where the system has no large pages to give, the arrays lie
-on small ones.
+translations: weights alone push the cache's out. It is a hint; where the system has no large pages to give, the arrays
+lie on small ones.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Arena:
         self.chunk, self._rest = chunk, torch.empty(0, dtype=torch.uint8)
 
     def copy(self, x: Tensor) -> Tensor:
-        """x, contiguous, in the arena."""
+        """A contiguous copy of x in the arena."""
         size = -(-x.nbytes // ALIGNED) * ALIGNED
         if size > len(self._rest):
             self._rest = empty((max(size, self.chunk),), torch.uint8)

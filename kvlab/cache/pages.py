@@ -130,9 +130,11 @@ class Pages:
             return None
         if self._seal is None:
             src, dst, real = self.seal_pairs
+            if not src.size:
+                return None
             flat = [self.step.tensor(x.reshape(len(x), -1)) for x in (src, dst)]
             self._seal = *flat, None if real.all() else self.step.tensor(real.reshape(len(real), -1))
-        return self._seal if self._seal[0].shape[1] else None
+        return self._seal
 
     @cached_property
     def seal_pairs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -140,6 +142,9 @@ class Pages:
         t, B = self.t, self.block
         rows = self.step.cache_rows
         lo, hi = t.sealed[rows] // B, self.growth.sealed_to // B  # [N, groups]
+        if not (hi > lo).any():  # most steps
+            none = np.zeros((len(t.layers), 0, self.heads), np.int64)
+            return none, none, none.astype(bool)
         spans = [np.arange(a, b) for a, b in zip(lo.min(1), hi.max(1))]
         n, i = np.repeat(np.arange(len(rows)), [len(s) for s in spans]), np.concatenate(spans)
         real = (i[:, None] >= lo[n]) & (i[:, None] < hi[n])  # [M, groups]
