@@ -24,10 +24,17 @@ KV_INLINE Laced shift_mask(Laced b) {
   const __m256i x = S == T ? _mm256_srli_epi16(b.a, S) : _mm256_srlv_epi32(b.a, _mm256_setr_epi32(S, S, S, S, T, T, T, T));
   return {_mm256_and_si256(x, _mm256_set1_epi8((char)MASK))};
 }
-template <int VALUE>
-KV_INLINE Laced where_bit(Laced b, const uint8_t* bit, Laced c) {  // c | VALUE in lanes where b & bit
-  const __m256i m = _mm256_loadu_si256((const __m256i*)bit), hit = _mm256_cmpeq_epi8(_mm256_and_si256(b.a, m), m);
-  return {_mm256_or_si256(c.a, _mm256_and_si256(hit, _mm256_set1_epi8((char)VALUE)))};
+template <int SHIFT, int MASK>  // c | (b >> SHIFT & MASK), byte by byte; a negative shift goes to the left
+KV_INLINE Laced or_bits(Laced c, Laced b) {
+  const __m256i x = SHIFT < 0 ? _mm256_slli_epi16(b.a, SHIFT < 0 ? -SHIFT : 0) : _mm256_srli_epi16(b.a, SHIFT < 0 ? 0 : SHIFT);
+  return {_mm256_or_si256(c.a, _mm256_and_si256(x, _mm256_set1_epi8((char)MASK)))};
+}
+KV_INLINE Laced all_four(const uint8_t* p) { int32_t v; std::memcpy(&v, p, 4); return {_mm256_set1_epi32(v)}; }
+KV_INLINE Laced all_eight(const uint8_t* p) { int64_t v; std::memcpy(&v, p, 8); return {_mm256_set1_epi64x(v)}; }
+// b >> by[l], by less than 8 and the same in each four bytes; what comes in at a byte's upper end is for the caller to mask.
+KV_INLINE Laced shift_fours(Laced b, const uint8_t* by) {
+  const __m256i one = _mm256_and_si256(_mm256_loadu_si256((const __m256i*)by), _mm256_set1_epi32(7));
+  return {_mm256_srlv_epi32(b.a, one)};
 }
 KV_INLINE void unlace(Laced c, Bytes* out) {  // codes of each of the two float vectors, in its order
   const __m128i a = _mm256_castsi256_si128(c.a), b = _mm256_extracti128_si256(c.a, 1);
@@ -46,11 +53,14 @@ KV_INLINE void store_both(uint8_t* p, Laced b) { std::memcpy(p, b.v, 32); }
 KV_INLINE Laced shuffle(Bytes table, Laced at) { for (int i = 0; i < 32; i++) at.v[i] = table.v[at.v[i] & 15]; return at; }
 template <int S, int T, int MASK>
 KV_INLINE Laced shift_mask(Laced b) { for (int i = 0; i < 32; i++) b.v[i] = (b.v[i] >> (i < 16 ? S : T)) & MASK; return b; }
-template <int VALUE>
-KV_INLINE Laced where_bit(Laced b, const uint8_t* bit, Laced c) {
-  for (int i = 0; i < 32; i++) if (b.v[i] & bit[i]) c.v[i] |= VALUE;
+template <int SHIFT, int MASK>
+KV_INLINE Laced or_bits(Laced c, Laced b) {
+  for (int i = 0; i < 32; i++) c.v[i] |= (SHIFT < 0 ? b.v[i] << (SHIFT < 0 ? -SHIFT : 0) : b.v[i] >> (SHIFT < 0 ? 0 : SHIFT)) & MASK;
   return c;
 }
+KV_INLINE Laced all_four(const uint8_t* p) { Laced r; for (int i = 0; i < 32; i++) r.v[i] = p[i % 4]; return r; }
+KV_INLINE Laced all_eight(const uint8_t* p) { Laced r; for (int i = 0; i < 32; i++) r.v[i] = p[i % 8]; return r; }
+KV_INLINE Laced shift_fours(Laced b, const uint8_t* by) { for (int i = 0; i < 32; i++) b.v[i] >>= by[i]; return b; }
 KV_INLINE void unlace(Laced c, Bytes* out) {
   for (int x = 0; x < 2; x++) KV_EACH out[x].v[i] = c.v[laced_run(i) * 16 + laced_code(x, i)];
 }

@@ -16,38 +16,36 @@ struct Decoder {  // of rows as they are stored: numbers without scales, in slot
   float step = 0.f, low = 0.f;
 };
 
-template <int BITS> struct Runs {  // a row's codes, two runs at a time; PAIRED: of neighbouring units
+template <int BITS> struct Runs {  // a row's codes, two runs at a time
   using P = Bits<BITS>;
-  template <bool PAIRED, int I, class F> KV_INLINE void each(Laced wide, const Laced* rest, const uint8_t (*bit)[3][32], bool more, F& f) {
+  template <Units HOW, int I, class F> KV_INLINE void each(Laced wide, const Laced* rest, bool more, F& f) {
     if constexpr (I < P::PER) {
-      constexpr int S = P::W * I, T = PAIRED ? S : S + P::W;
-      Laced c = shift_mask<S, T, (1 << P::W) - 1>(wide);
-      if constexpr (P::REST == 1) c = where_bit<1 << P::W>(rest[0], bit[0][0], c);
-      if constexpr (P::REST >= 2) {
-        c = where_bit<1 << P::W>(rest[0], bit[0][0], c);
-        c = where_bit<2 << P::W>(rest[0], bit[0][1], c);
-      }
-      if constexpr (P::REST == 3) c = where_bit<4 << P::W>(rest[1], bit[0][2], c);
+      constexpr int W = P::W, S = W * I, T = HOW == PAIRS ? S : S + W;
+      Laced c = shift_mask<S, T, (1 << W) - 1>(wide);
+      if constexpr (P::REST == 1) c = or_bits<S - W, 1 << W>(c, rest[0]);
+      if constexpr (P::REST >= 2) c = or_bits<S - W, 3 << W>(c, rest[0]);
+      if constexpr (P::REST == 3) c = or_bits<S - W - 2, 4 << W>(c, rest[1]);
       f(c, more);
-      each<PAIRED, I + (PAIRED ? 1 : 2)>(wide, rest, bit + 1, more, f);
+      each<HOW, I + (HOW == PAIRS ? 1 : 2)>(wide, rest, more, f);
     }
   }
-  // f(two runs, whether their upper halves are there too)
-  template <bool PAIRED, class F> KV_INLINE void row(const Spans& at, const Narrow& t, const uint8_t* row, F f) {
-    for (int g = 0; g < at.count; g++, row += at.stride) {
-      const uint8_t(*bit)[3][32] = t.bit;
-      for (int b = 0; b < at.span; b += PAIRED ? 32 : 16) {
-        Laced wide, rest[2];
-        if constexpr (PAIRED) wide = load_both(row + b);
-        else wide = twice(at.span - b >= 16 ? load_bytes(row + b) : load_bytes(row + b, at.span - b));
-        for (int p = 0; p < (P::REST == 0 ? 0 : P::REST == 3 ? 2 : 1); p++) {
-          if constexpr (PAIRED) rest[p] = both(narrow_bytes(row, t, b / 16, p), narrow_bytes(row, t, b / 16 + 1, p));
-          else rest[p] = twice(narrow_bytes(row, t, b / 16, p));
-        }
-        each<PAIRED, 0>(wide, rest, bit, PAIRED || at.span - b > 8, f);
-        bit += PAIRED ? P::PER : P::PER / 2;
-      }
+  template <Units HOW, class F> KV_INLINE void unit(const Spans& at, const Narrow& t, const uint8_t* row, int b, int u, F& f) {
+    Laced wide, rest[2];
+    if constexpr (HOW == PAIRS) wide = load_both(row + b);
+    else wide = twice(HOW == WHOLE || at.span - b >= 16 ? load_bytes(row + b) : load_bytes(row + b, at.span - b));
+    for (int p = 0; p < (P::REST == 0 ? 0 : P::REST == 3 ? 2 : 1); p++) rest[p] = narrow_bits(row, t, u, p);
+    each<HOW, 0>(wide, rest, HOW != ENDS || at.span - b > 8, f);
+  }
+  // f(two runs, whether their upper halves are there too) for n rows
+  template <Units HOW, class F> KV_INLINE void rows(const Spans at, const Narrow& t, const uint8_t* row, int n, int64_t row_bytes, F f) {
+    constexpr int step = HOW == PAIRS ? 32 : 16;
+    if (HOW != ENDS && at.count == 1 && at.span == step) {
+      for (int i = 0; i < n; i++, row += row_bytes) unit<HOW>(at, t, row, 0, 0, f);
+      return;
     }
+    for (int i = 0; i < n; i++, row += row_bytes)
+      for (int g = 0; g < at.count; g++)
+        for (int b = 0, u = 0; b < at.span; b += step, u++) unit<HOW>(at, t, row + g * at.stride, b, u, f);
   }
 };
 
@@ -77,21 +75,27 @@ template <int BITS, bool UNIFORM> struct Codes final : Decoder {
     table_bytes = load_bytes(b);
   }
   // Tables are copied first: then they stay in registers while floats are stored.
-  template <bool LOW, bool PAIRED> void unpack(const uint8_t* row, int n, float* out) const {
+  template <bool LOW, Units HOW> void unpack(const uint8_t* row, int n, float* out) const {
     const Table16 low16 = lo, high16 = hi;
-    for (int t = 0; t < n; t++, row += row_bytes)
-      Runs<BITS>::template row<PAIRED>(at, narrow, row, [&](Laced c, bool more) {
-        X x[2];
-        if constexpr (BITS <= 4) look16<LOW>(c, low16, x);
-        else if constexpr (BITS == 5) look32(c, low16, high16, x);
-        else {
-          Bytes b[2];
-          unlace(c, b);
-          for (int i = 0; i < 2; i++) x[i] = UNIFORM ? sub(from_uint8(b[i]), set1(mid)) : look(b[i], table);
-        }
-        store(out, x[0]), out += 16;
-        if (more) store(out, x[1]), out += 16;
-      });
+    Runs<BITS>::template rows<HOW>(at, narrow, row, n, row_bytes, [&](Laced c, bool more) {
+      X x[2];
+      if constexpr (BITS <= 4) look16<LOW>(c, low16, x);
+      else if constexpr (BITS == 5) look32(c, low16, high16, x);
+      else {
+        Bytes b[2];
+        unlace(c, b);
+        for (int i = 0; i < 2; i++) x[i] = UNIFORM ? sub(from_uint8(b[i]), set1(mid)) : look(b[i], table);
+      }
+      store(out, x[0]), out += 16;
+      if (more) store(out, x[1]), out += 16;
+    });
+  }
+  template <bool LOW> void unpack_as(const uint8_t* row, int n, float* out) const {
+    switch (at.units()) {
+      case PAIRS: return unpack<LOW, PAIRS>(row, n, out);
+      case WHOLE: return unpack<LOW, WHOLE>(row, n, out);
+      case ENDS: return unpack<LOW, ENDS>(row, n, out);
+    }
   }
   void rows(const uint8_t* row, int n, float* out) const override {
     if constexpr (BITS == 8) {
@@ -102,19 +106,18 @@ template <int BITS, bool UNIFORM> struct Codes final : Decoder {
         }
     } else {
       if constexpr (BITS <= 4) {
-        if (!lo.low) return at.paired ? unpack<false, true>(row, n, out) : unpack<false, false>(row, n, out);
+        if (!lo.low) return unpack_as<false>(row, n, out);
       }
-      at.paired ? unpack<true, true>(row, n, out) : unpack<true, false>(row, n, out);
+      unpack_as<true>(row, n, out);
     }
   }
-  template <bool PAIRED> void as_bytes(const uint8_t* row, int n, uint8_t* out) const {
+  template <Units HOW> void as_bytes(const uint8_t* row, int n, uint8_t* out) const {
     const Bytes by = table_bytes;
     const bool looked = this->looked;
-    for (int t = 0; t < n; t++, row += row_bytes)
-      Runs<BITS>::template row<PAIRED>(at, narrow, row, [&](Laced c, bool) { store_both(out, looked ? shuffle(by, c) : c), out += 32; });
+    Runs<BITS>::template rows<HOW>(at, narrow, row, n, row_bytes, [&](Laced c, bool) { store_both(out, looked ? shuffle(by, c) : c), out += 32; });
   }
   void bytes(const uint8_t* row, int n, uint8_t* out) const override {
-    if constexpr (BITS <= 4) at.paired ? as_bytes<true>(row, n, out) : as_bytes<false>(row, n, out);
+    if constexpr (BITS <= 4) at.units() == PAIRS ? as_bytes<PAIRS>(row, n, out) : as_bytes<ENDS>(row, n, out);
   }
 };
 

@@ -54,6 +54,9 @@ template <class F> static void each_pair(int span, bool paired, int per, F f) {
   }
 }
 
+// How units are read: two neighbours at once; one by one; one by one, and the last one is not full.
+enum Units { PAIRS, WHOLE, ENDS };
+
 // Rows of `pack` codes of one plane follow each other without a gap: they are read as one.
 struct Spans {
   int bytes, count, span, stride;  // of a row's widest plane; rows; bytes read as one; from one to the next
@@ -65,6 +68,7 @@ struct Spans {
     paired = bytes % 32 == 0;
   }
   bool odd() const { return !paired && span % 16 > 0; }  // the last unit is not full
+  Units units() const { return paired ? PAIRS : odd() ? ENDS : WHOLE; }
 };
 
 // Lane -> channel of every slot; returns the number of slots, or -1 when there are more than the kernels hold.
@@ -92,41 +96,40 @@ static int slot_channels(const kv_side& s, int16_t* channel) {
   return n;
 }
 
-// Where the bits of the narrower planes lie for the codes of each pair of runs (see kernels/packing.py, order `split`).
+// Where the narrower planes of two runs lie (see kernels/packing.py, order `split`): a code's bits are v neighbouring ones of
+// a byte, at W * run + `by`. Runs of the units of a pair come one after another, so only W * run changes between them.
 struct Narrow {  // empty for formats of one plane
-  int offset[3], bytes[3];
-  bool straight[3];
-  uint8_t at[MAX_UNITS][3][16], bit[2 * MAX_UNITS][3][32];
+  int offset[2], bytes[2];
+  uint8_t at[MAX_UNITS][2][32], by[MAX_UNITS][2][32];  // of each pair of runs that a row's bytes are read for
 };
 
 template <int BITS> static void narrow_of(const kv_side& s, Narrow& t) {
   using P = Bits<BITS>;
   const int wide = s.pack * P::W / 8;
-  int start = wide, plane = 0, b = 0;
-  for (int v = 4; v; v /= 2) {
+  const bool paired = wide % 32 == 0;
+  int start = wide, plane = 0;
+  for (int v = 2; v; v /= 2) {
     if (!(P::REST & v)) continue;
     const int m = s.pack * v / 8;
-    t.offset[plane] = start, t.bytes[plane] = m, t.straight[plane] = m % 16 == 0;
-    for (int j = 0; j < (wide + 15) / 16 * 16; j++) t.at[j / 16][plane][j % 16] = (uint8_t)((j < wide ? j : 0) % m);
-    int pair = 0;
-    each_pair(wide, wide % 32 == 0, P::PER, [&](int b0, int i0, int b1, int i1) {
+    t.offset[plane] = start, t.bytes[plane] = m;
+    for (int b = 0, u = 0; b < wide; b += paired ? 32 : 16, u++)
       for (int l = 0; l < 32; l++) {
-        int j = (l < 16 ? b0 : b1) + l % 16;
-        if (j >= wide) j = 0;
-        for (int k = 0; k < v; k++) t.bit[pair][b + k][l] = (uint8_t)(1 << (P::W * (l < 16 ? i0 : i1) + v * (j / m) + k));
+        const int j = b + (paired ? l : l % 16), in = j < wide ? j : 0;
+        t.at[u][plane][l] = (uint8_t)(in % m), t.by[u][plane][l] = (uint8_t)(v * (in / m) + (paired || l < 16 ? 0 : P::W));
       }
-      pair++;
-    });
-    start += m, b += v, plane++;
+    start += m, plane++;
   }
 }
 
-KV_INLINE Bytes narrow_bytes(const uint8_t* row, const Narrow& t, int u, int plane) {
-  const uint8_t* p = row + t.offset[plane];
-  if (t.straight[plane]) return load_bytes(p + t.at[u][plane][0]);
-  if (t.bytes[plane] == 8) return shuffle(load_eight(p), t.at[u][plane]);
-  uint8_t b[16];
-  for (int l = 0; l < 16; l++) b[l] = p[t.at[u][plane][l]];
-  return load_bytes(b);
+// The bits of a plane for the u-th pair of units (or twice a unit), shifted so that run I's begin at bit W * I.
+KV_INLINE Laced narrow_bits(const uint8_t* row, const Narrow& t, int u, int plane) {
+  const uint8_t *p = row + t.offset[plane], *at = t.at[u][plane], *by = t.by[u][plane];
+  const int m = t.bytes[plane];
+  if (m == 8) return shift_fours(all_eight(p), by);
+  if (m % 16 == 0) return shift_fours(both(load_bytes(p + at[0]), load_bytes(p + at[16])), by);
+  if (m == 4) return shift_fours(all_four(p), by);
+  uint8_t b[32];
+  for (int l = 0; l < 32; l++) b[l] = (uint8_t)(p[at[l]] >> by[l]);
+  return load_both(b);
 }
 }  // namespace
