@@ -45,7 +45,7 @@ template <int R, int N> KV_INLINE void mix_registers(const float* p, int ldp, co
 }
 // The first `lanes` floats of rows. As many at once as leave room for the weights in sixteen registers.
 template <int R> static void mix16(const float* p, int ldp, const float* x, int lanes, int width, int n, float* acc, int lda) {
-  constexpr int L = sizeof(Y) / 4, N = R == 1 ? 8 : R == 2 ? 4 : R == 3 ? 3 : 2;
+  constexpr int L = sizeof(Y) / 4, N = R == 1 ? 8 : R <= 3 ? 4 : 2;
   int c = 0;
   for (; c + N * L <= lanes; c += N * L) mix_registers<R, N>(p, ldp, x + c, width, n, acc + c, lda);
   for (; c + 2 * L <= lanes; c += 2 * L) mix_registers<R, 2>(p, ldp, x + c, width, n, acc + c, lda);
