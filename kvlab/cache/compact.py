@@ -89,11 +89,11 @@ def _rows(
         groups = torch.from_numpy(t.group_of[li]).to(keep.device)
         real = at < limit[:, groups][..., None]  # [Ne, Hk, k]
         src, dst = torch.where(real, keep[li], 0), at.expand_as(real)
-        head = torch.from_numpy(t.layer_in[li] * t.heads_of_group + t.head_in[li]).to(keep.device)[:, None]
+        head = torch.from_numpy(t.row_in[li]).to(keep.device)[:, None]
         flat = []
         for tbl, slot in ((old, src), (new, dst)):
             block = tbl[:, groups].gather(2, slot // B)
-            row = (block * (t.layers_of_group * t.heads_of_group) + head) * B + slot % B
+            row = (block * t.rows_of_block + head) * B + slot % B
             flat.append(row[real])
         moved = flat[0] != flat[1]
         yield flat[0][moved], flat[1][moved]

@@ -60,10 +60,9 @@ class Packed:
     def _bind(self, t: ClassTables, source: Source) -> Layers:
         arrays, pool = (t.arrays, t.pool) if source == "body" else (t.tail_arrays, t.tail_pool)
         flat = {n: arrays.token_rows.get(n, rows) for n, rows in arrays.block_rows.items()}
-        offset = t.layer_in * t.heads_of_group + t.head_in
         return self.backend.layers(
-            self.formats[source], flat, t.block, t.layers, t.group_of, offset,
-            t.layers_of_group * t.heads_of_group, pool.n_blocks, self.geom.G, self.geom.scale, dtype=self.geom.dtype,
+            self.formats[source], flat, t.block, t.layers, t.group_of, t.row_in, t.rows_of_block, pool.n_blocks,
+            self.geom.G, self.geom.scale, dtype=self.geom.dtype,
         )  # fmt: skip
 
     def settle(self) -> None:

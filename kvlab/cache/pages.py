@@ -91,8 +91,7 @@ class Pages:
     def _token_row(self, block: np.ndarray, offset: np.ndarray) -> np.ndarray:
         """block, offset int [layers, Hk, k] -> row of the flat [.., B] token view."""
         t = self.t
-        row = (block.astype(np.int64) * t.layers_of_group + t.layer_in[..., None]) * t.heads_of_group
-        return (row + t.head_in[..., None]) * self.block + offset
+        return (block.astype(np.int64) * t.rows_of_block + t.row_in[..., None]) * self.block + offset
 
     def write_at(self, layer: int, rows: np.ndarray, slots: np.ndarray, values: dict[str, Tensor]) -> None:
         """Overwrite encoded slots that only these sequences hold: rows [N] cache rows, slots [N, k], values {region:
@@ -100,7 +99,7 @@ class Pages:
         t, li = self.t, self.t.layer_index[layer]
         block = t.body[rows[:, None, None], np.arange(len(t.groups))[None, :, None], slots[:, None] // self.block]
         block = block[:, t.group_of[li]].astype(np.int64)  # [N, Hk, k]
-        row = (block * t.layers_of_group + t.layer_in[li][:, None]) * t.heads_of_group + t.head_in[li][:, None]
+        row = block * t.rows_of_block + t.row_in[li][:, None]
         at = self.step.tensor((row * self.block + (slots % self.block)[:, None]).ravel())
         for name, value in values.items():
             flat = t.arrays.token_rows[name]
@@ -152,6 +151,5 @@ class Pages:
         pair = []
         for table in (t.tail, t.body):
             block = np.where(real, table[at], 0)[:, t.group_of].transpose(1, 0, 2).astype(np.int64)  # [Lc, M, Hk]
-            row = (block * t.layers_of_group + t.layer_in[:, None]) * t.heads_of_group + t.head_in[:, None]
-            pair.append(row)
+            pair.append(block * t.rows_of_block + t.row_in[:, None])
         return pair[0], pair[1], real[:, t.group_of].transpose(1, 0, 2)

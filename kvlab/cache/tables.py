@@ -44,13 +44,15 @@ class ClassTables:
         self.device = device
         Hk = plan.geom.Hk
         shape = (len(self.layers), Hk)
-        self.group_of, self.layer_in, self.head_in = (np.zeros(shape, np.int64) for _ in range(3))
+        self.rows_of_block = self.layers_of_group * self.heads_of_group
+        # Of a head: its group, and its row in a block of it.
+        self.group_of, self.row_in = (np.zeros(shape, np.int64) for _ in range(2))
         index = {layer: i for i, layer in enumerate(self.layers)}
         for g, group in enumerate(groups):
             for li, layer in enumerate(group.layers):
                 for hi, head in enumerate(group.heads):
                     at = (index[layer], head)
-                    self.group_of[at], self.layer_in[at], self.head_in[at] = g, li, hi
+                    self.group_of[at], self.row_in[at] = g, li * self.heads_of_group + hi
         self.layer_index = index
         self.uniform = len(groups) == 1
         self.max_blocks = -(-max_slots // self.block) + 1
@@ -73,7 +75,7 @@ class ClassTables:
 
     @property
     def tail_block_bytes(self) -> int:
-        return self.layers_of_group * self.heads_of_group * sum(r.bytes(self.block) for r in self.plan.tail)
+        return self.rows_of_block * sum(r.bytes(self.block) for r in self.plan.tail)
 
     # -- growing -------------------------------------------------------------------------------------------------
     def growth(self, rows: np.ndarray, add: np.ndarray, may_seal: np.ndarray) -> Growth:

@@ -160,8 +160,7 @@ class TileBuilder:
         blocks = np.zeros((*span.shape[:2], k), np.int64)
         blocks[..., : span.shape[2]] = span
         per_head = blocks[:, t.group_of[li]]  # [Nb, Hk, k]
-        at = t.layer_in[li][None, :, None] * t.heads_of_group + t.head_in[li][None, :, None]
-        return (per_head * (t.layers_of_group * t.heads_of_group) + at).ravel()
+        return (per_head * t.rows_of_block + t.row_in[li][None, :, None]).ravel()
 
     def _junk(self, bucket: Bucket, source: Source, li: int, start: int, width: int) -> Tensor | None:
         """Slots of the open block beyond the last token. Sealed blocks are full, so a body behind a tail has none."""
