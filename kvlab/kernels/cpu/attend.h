@@ -182,7 +182,14 @@ struct Queries {  // q [row, head]: where query head h * G + g of packed row t i
 
 // x [n] times m [n, width] -> out [width]; width a multiple of 16.
 static void times(const float* x, const float* m, int n, int width, float* out) {
-  for (int c = 0; c < width; c += 16) {
+  int c = 0;
+  for (; c + 64 <= width; c += 64) {  // four sums at once: one alone would wait for itself
+    X sum[4] = {set1(0.f), set1(0.f), set1(0.f), set1(0.f)};
+    for (int i = 0; i < n; i++)
+      for (int k = 0; k < 4; k++) sum[k] = fma(set1(x[i]), load(m + (int64_t)i * width + c + 16 * k), sum[k]);
+    for (int k = 0; k < 4; k++) store(out + c + 16 * k, sum[k]);
+  }
+  for (; c < width; c += 16) {
     X sum = set1(0.f);
     for (int i = 0; i < n; i++) sum = fma(set1(x[i]), load(m + (int64_t)i * width + c), sum);
     store(out + c, sum);

@@ -130,6 +130,24 @@ static bool put_scaled(const kv_side& s, const float* x, int64_t token, uint8_t*
   return ok;
 }
 
+// The cell of each number: how many of the edges, which ascend, it reaches. Few edges are counted without a branch, since
+// where a number lies cannot be foreseen.
+static void cells_of(const kv_side& s, const float* z, int32_t* code) {
+  const int cells = 1 << s.bits;
+  if (s.bits <= 5) {
+    std::memset(code, 0, sizeof(int32_t) * (size_t)s.width);
+    for (int k = 0; k < cells - 1; k++)
+      for (int c = 0; c < s.width; c++) code[c] += z[c] >= s.edges[k];
+    return;
+  }
+  for (int c = 0; c < s.width; c++) {
+    int at = 0;
+    for (int half = cells / 2; half; half /= 2)
+      if (z[c] >= s.edges[at + half - 1]) at += half;
+    code[c] = at;
+  }
+}
+
 // x -> n = |x|, z = (x / n) turn, the cell of each coordinate (edges belong to the upper one), and the number stored.
 static bool put_table(const kv_side& s, const float* x, const float* turn, int64_t token, uint8_t* row) {
   alignas(64) float unit[512], z[512];
@@ -141,14 +159,13 @@ static bool put_table(const kv_side& s, const float* x, const float* turn, int64
   const bool nothing = n < 1e-30f;
   for (int c = 0; c < s.width; c++) unit[c] = nothing ? 0.f : x[c] * (1.f / n);
   times(unit, turn, s.width, s.width, z);
-  const int cells = 1 << s.bits;
+  alignas(64) int32_t cell[512];
+  cells_of(s, z, cell);
   float dot = 0.f, square = 0.f;
   for (int c = 0; c < s.width; c++) {
-    int code = 0;
-    for (int half = cells / 2; half; half /= 2)
-      if (z[c] >= s.edges[code + half - 1]) code += half;
-    codes[c] = (uint8_t)(nothing ? 0 : code);
-    dot += z[c] * s.table[code], square += s.table[code] * s.table[code];
+    const float value = s.table[cell[c]];
+    codes[c] = (uint8_t)(nothing ? 0 : cell[c]);
+    dot += z[c] * value, square += value * value;
   }
   float keep = n;
   if (s.fit == KV_NORM_KEEP) keep = n / std::sqrt(square);
