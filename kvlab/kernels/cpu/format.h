@@ -117,7 +117,10 @@ template <int BITS, bool UNIFORM> struct Codes final : Decoder {
     Runs<BITS>::template rows<HOW>(at, narrow, row, n, row_bytes, [&](Laced c, bool) { store_both(out, looked ? shuffle(by, c) : c), out += 32; });
   }
   void bytes(const uint8_t* row, int n, uint8_t* out) const override {
-    if constexpr (BITS <= 4) at.units() == PAIRS ? as_bytes<PAIRS>(row, n, out) : as_bytes<ENDS>(row, n, out);
+    if constexpr (BITS <= 4) {
+      const Units how = at.units();
+      how == PAIRS ? as_bytes<PAIRS>(row, n, out) : how == WHOLE ? as_bytes<WHOLE>(row, n, out) : as_bytes<ENDS>(row, n, out);
+    }
   }
 };
 
