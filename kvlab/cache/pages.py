@@ -86,12 +86,8 @@ class Pages:
         slot = self.growth.before[step.row_seq] + step.row_at[:, None]  # [T, groups]
         table = t.body if t.tail is None else t.tail
         block = table[step.cache_rows[step.row_seq][:, None], np.arange(slot.shape[1])[None], slot // B]
-        return self._token_row(block[:, t.group_of].transpose(1, 2, 0), (slot % B)[:, t.group_of].transpose(1, 2, 0))
-
-    def _token_row(self, block: np.ndarray, offset: np.ndarray) -> np.ndarray:
-        """block, offset int [layers, Hk, k] -> row of the flat [.., B] token view."""
-        t = self.t
-        return (block.astype(np.int64) * t.rows_of_block + t.row_in[..., None]) * self.block + offset
+        row = block.astype(np.int64) * (t.rows_of_block * B) + slot % B  # of the flat [.., B] token view, in head 0
+        return row.T[t.group_of] + t.row_in[..., None] * B
 
     def write_at(self, layer: int, rows: np.ndarray, slots: np.ndarray, values: dict[str, Tensor]) -> None:
         """Overwrite encoded slots that only these sequences hold: rows [N] cache rows, slots [N, k], values {region:
@@ -138,10 +134,9 @@ class Pages:
     @cached_property
     def seal_pairs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(tail block rows, body block rows, which are real) [Lc, M, Hk], of a class with a tail."""
-        t, B = self.t, self.block
-        rows = self.step.cache_rows
-        lo, hi = t.sealed[rows] // B, self.growth.sealed_to // B  # [N, groups]
-        if not (hi > lo).any():  # most steps
+        t, rows = self.t, self.step.cache_rows
+        lo, hi = self.growth.body  # [N, groups]
+        if not self.growth.need[0]:  # most steps
             none = np.zeros((len(t.layers), 0, self.heads), np.int64)
             return none, none, none.astype(bool)
         spans = [np.arange(a, b) for a, b in zip(lo.min(1), hi.max(1))]

@@ -25,6 +25,7 @@ class BlockPool:
         self.n_blocks = n_blocks
         self.ref = array("i", [0]) * n_blocks
         self.pin = array("i", [0]) * n_blocks
+        self.shared = 0  # blocks with ref > 1
         self.state = array("b", [FREE]) * n_blocks
         self.state[0] = NULL
         self.key: dict[int, bytes] = {}  # only blocks that have one
@@ -96,12 +97,14 @@ class BlockPool:
         elif self.ref[block] <= 0:
             raise InvariantError(f"incref of {self.describe(block)}")
         self.ref[block] += 1
+        self.shared += self.ref[block] == 2
 
     def decref(self, block: int) -> None:
         """One table less. At 0: keyed blocks are cached, others freed; pinned ones wait for the last unpin."""
         if self.ref[block] <= 0 or block == 0:
             raise InvariantError(f"decref of {self.describe(block)}")
         self.ref[block] -= 1
+        self.shared -= self.ref[block] == 1
         if self.ref[block] == 0 and self.pin[block] == 0:
             self._release(block)
 
@@ -166,6 +169,8 @@ class BlockPool:
         free, lru = self.walk("free"), self.walk("lru")
         if (len(free), len(lru)) != (self.n_free, self.n_lru):
             raise InvariantError(f"lists hold {len(free)}/{len(lru)} blocks, counters say {self.n_free}/{self.n_lru}")
+        if self.shared != sum(r > 1 for r in self.ref):
+            raise InvariantError(f"{self.shared} blocks count as shared, {sum(r > 1 for r in self.ref)} are")
         in_free = set(free)
         listed = in_free | set(lru)
         if len(listed) != len(free) + len(lru) or 0 in listed:

@@ -58,11 +58,18 @@ class Step:
         self.cache_rows, self.q_len, self.start, self.phase, self.context = cache_rows, q_len, start, phase, context
         self.device = torch.device(device)
         self.N, self.T = len(q_len), int(q_len.sum())
-        self.cu = np.concatenate([[0], np.cumsum(q_len)])
-        self.row_seq = np.repeat(np.arange(self.N), q_len)  # [T] sequence of each packed row
-        self.row_at = np.arange(self.T) - self.cu[:-1][self.row_seq]  # [T] row within its sequence
-        self.positions = start[self.row_seq] + self.row_at  # [T]
+        self.cu = np.zeros(self.N + 1, np.int64)  # packed row where each begins, and T
+        np.cumsum(q_len, out=self.cu[1:])
+        self.row_seq, self.row_at, self.positions = self._rows()
         self.buckets = self._buckets()
+
+    def _rows(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of each packed row, [T]: its sequence, its row within that, its position."""
+        if self.T == self.N and self.q_len.all():  # a token each
+            return self.cu[:-1], np.zeros(self.T, np.int64), self.start
+        seq = np.repeat(np.arange(self.N), self.q_len)
+        at = np.arange(self.T) - self.cu[:-1][seq]
+        return seq, at, self.start[seq] + at
 
     def _buckets(self) -> list[Bucket]:
         found: dict[tuple[int, bool], list[int]] = {}

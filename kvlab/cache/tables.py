@@ -21,6 +21,11 @@ from kvlab.kernels import move
 from kvlab.kernels.backend import Moves
 
 
+def _missing(lo: np.ndarray, hi: np.ndarray) -> int:
+    """Blocks in all ranges [lo, hi) that are not empty."""
+    return int(np.maximum(hi - lo, 0).sum())
+
+
 @dataclass
 class Growth:
     """What one step needs of a class, worked out before anything changes. Arrays are [N, groups]."""
@@ -94,7 +99,7 @@ class ClassTables:
             body, tail = (sealed // B, sealed_to // B), (have, want)
             table, pool = self.tail, self.tail_pool
         cow = []
-        if (before % B).any():
+        if pool.shared and (before % B).any():
             last = np.maximum(before - 1, 0) // B
             ids = table[rows[:, None], np.arange(last.shape[1]), last]
             shared = np.frombuffer(pool.ref, np.int32)[ids] > 1
@@ -104,7 +109,7 @@ class ClassTables:
                 if pool.ref[block] - leaving.get(block, 0) > 1:
                     leaving[block] = leaving.get(block, 0) + 1
                     cow.append((int(rows[n]), int(g), int(last[n, g])))
-        need = [int(np.maximum(b - a, 0).sum()) for a, b in (body, tail)]
+        need = [_missing(*body), 0 if self.tail is None else _missing(*tail)]
         need[self.tail is not None] += len(cow)
         return Growth(before, after, sealed_to, body, tail, cow, tuple(need))
 
@@ -151,7 +156,7 @@ class ClassTables:
 
     def finish(self, rows: np.ndarray, growth: Growth) -> None:
         """After the forward pass: release the exact form of what was sealed, drop blocks that left the window."""
-        if self.tail is not None:
+        if self.tail is not None and growth.need[0]:  # something was sealed
             for n, g in zip(*np.nonzero(growth.sealed_to > self.sealed[rows])):
                 lo, hi = int(self.sealed[rows[n], g]) // self.block, int(growth.sealed_to[n, g]) // self.block
                 self.drop_tail(int(rows[n]), int(g), lo, hi)

@@ -66,9 +66,11 @@ class TileBuilder:
     def visible(self, bucket: Bucket, source: Source) -> tuple[np.ndarray, np.ndarray]:
         """Columns [lo, hi) that each padded row sees: int64 [Nb, groups, rows] each."""
         B, m = self.t.block, bucket.members
-        at = np.minimum(np.arange(bucket.rows)[None], self.step.q_len[m][:, None] - 1)[:, None]
-        before = self.growth.before[m][..., None]
-        p = before + at  # slot of the row itself
+        p = before = self.growth.before[m][..., None]  # slot of the row itself; slots before the step
+        at = np.zeros((1, 1, 1), np.int64)
+        if bucket.rows > 1:
+            at = np.minimum(np.arange(bucket.rows)[None], self.step.q_len[m][:, None] - 1)[:, None]
+            p = before + at
         first = np.maximum(p + 1 - self.t.window, 0) if self.t.window is not None else np.zeros_like(p)
         if self.t.tail is None:
             if not (self.exact and bucket.prefill):

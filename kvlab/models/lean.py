@@ -17,7 +17,7 @@ change what the matrices are made of, not what the cache is given.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,10 +32,12 @@ from kvlab.models.geometry import windows
 from kvlab.models.lean_native import NativeBody
 from kvlab.models.lean_torch import TorchBody
 from kvlab.models.load import Loaded
+from kvlab.models.rope import Rope
 from kvlab.models.seam import Runner
 from kvlab.models.weights import Weights, check_kind
 
 FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM")
+Angles = Any  # of a body's own
 PLAIN = (nn.Linear, nn.Embedding, nn.ModuleList)  # besides its family's own modules and the activation
 
 
@@ -47,13 +49,13 @@ class Body(Protocol):
 
     def embed(self, tokens: Tensor) -> Tensor: ...
 
-    def angles(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """cos, sin [T, D] as `front` wants them; made once a step."""
+    def angles(self, rope: Tensor) -> Angles:
+        """What `Rope` gives, [T, D], as `front` wants it; made once a step."""
 
-    def all_layers(self, x: Tensor, angles: tuple[Tensor, Tensor], turn: Turn) -> bool:
+    def all_layers(self, x: Tensor, angles: Angles, turn: Turn) -> bool:
         """All layers and their attention. False if that cannot be: x is to be made again, and done layer by layer."""
 
-    def front(self, i: int, x: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def front(self, i: int, x: Tensor, angles: Angles) -> tuple[Tensor, Tensor, Tensor]:
         """q [1, H, T, D] and k [1, Hk, T, D] after rope, v [1, Hk, T, D]; each row's channels lie together."""
 
     def back(self, i: int, attended: Tensor, x: Tensor) -> None:
@@ -76,7 +78,7 @@ class LeanRunner:
         check_kind(weights)
         if why := unsupported(model):
             raise ConfigError(f"runtime.step=lean: {why}. Use runtime.step=auto or hf.")
-        self.rotary, self.layers = model.model.rotary_emb, len(model.model.layers)
+        self.rope, self.layers = Rope(model.model.rotary_emb), len(model.model.layers)
         self.vocab = model.lm_head.out_features
         with torch.no_grad():
             self.body = _body(model, weights, kernels, min_rows, compiled)
@@ -89,8 +91,7 @@ class LeanRunner:
         [k, vocab]."""
         body, T = self.body, len(tokens)
         x = body.embed(tokens)
-        cos, sin = self.rotary(x, positions[None])
-        angles = body.angles(cos[0], sin[0])
+        angles = body.angles(self.rope(x, positions))
         turn = compressor.turn(pages) if body.whole else None
         if turn is not None and body.all_layers(x, angles, turn):
             compressor.counters.encoded_blocks += turn.encoded

@@ -63,16 +63,16 @@ class NativeBody:
         x = F.embedding(tokens, self.weight)
         return F.pad(x, (0, self.pad)) if self.pad else x
 
-    def angles(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        return cos.contiguous(), sin.contiguous()
+    def angles(self, rope: Tensor) -> Tensor:
+        return rope
 
-    def front(self, i: int, x: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        qkv = self.step.front(i, x, *angles)
+    def front(self, i: int, x: Tensor, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        qkv = self.step.front(i, x, angles)
         heads = qkv.unflatten(1, (-1, self.D)).transpose(0, 1)[None]
         return heads.narrow(1, 0, self.H), heads.narrow(1, self.H, self.Hk), heads.narrow(1, self.H + self.Hk, self.Hk)
 
-    def all_layers(self, x: Tensor, angles: tuple[Tensor, Tensor], turn: Turn) -> bool:
-        return turn.run(self.step, x, *angles, self.H, self.Hk)
+    def all_layers(self, x: Tensor, angles: Tensor, turn: Turn) -> bool:
+        return turn.run(self.step, x, angles, self.H, self.Hk)
 
     def back(self, i: int, attended: Tensor, x: Tensor) -> None:
         self.step.back(i, attended, x)

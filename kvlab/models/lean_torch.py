@@ -99,9 +99,10 @@ class TorchBody:
     def embed(self, tokens: Tensor) -> Tensor:
         return F.pad(F.embedding(tokens, self.weight), (0, 1), value=self.norm.c)
 
-    def angles(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """The sine of the first half of the channels is negative: see `front`."""
-        return cos, torch.cat([-sin[:, : self.D // 2], sin[:, self.D // 2 :]], -1)
+    def angles(self, rope: Tensor) -> tuple[Tensor, Tensor]:
+        """cos, sin [T, D]. The sine of the first half of the channels is negative: see `front`."""
+        cos, sin = rope.chunk(2, -1)
+        return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
     def front(self, i: int, x: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         layer, (cos, sin) = self.layers[i], angles

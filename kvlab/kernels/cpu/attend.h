@@ -37,7 +37,7 @@ static void scores(const kv_format& f, const Sides& d, const Where& w, int R, co
     const bool bytes = as_bytes(k, d.of[i], *d.k[i], true);
     Query8 asked;
     if (bytes && !per_channel) asked.take(q + at, ldq, R, lanes(k), parts);
-    alignas(64) float scaled[MAX_R][MAX_SLOTS * 16], sc_lane[MAX_SLOTS * 16], sh_lane[MAX_SLOTS * 16];
+    alignas(64) float scaled[MAX_R][MAX_SLOTS * 16];
     for (int t = 0; t < n; t += 16) {
       const int64_t at_token = x.token[t / 16];
       if (t + AHEAD < n) prefetch_rows(k, x.token[(t + AHEAD) / 16]);
@@ -46,16 +46,9 @@ static void scores(const kv_format& f, const Sides& d, const Where& w, int R, co
       int ldy = ldq;
       if (per_channel) {
         const bool next = !t || at_token % k.group == 0;  // a group of tokens lies in one block: the rest of it follows
-        if (next) block_scales(k, d.of[i], at_token, sc_lane, sh_lane);
-        for (int r = 0; next && r < R; r++) {
-          X sum = set1(0.f);
-          for (int c = 0; c < lanes(k); c += 16) {
-            X u = load(q + r * ldq + at + c);
-            sum = fma(u, load(sh_lane + c), sum);
-            store(scaled[r] + c, mul(u, load(sc_lane + c)));
-          }
-          z[0][r] = hsum(sum);
-        }
+#define KV_CALL(N) scale_queries<N>(k, d.of[i], at_token, q + at, ldq, scaled[0], MAX_SLOTS * 16, z[0])
+        if (next) KV_ROWS(R, KV_CALL)
+#undef KV_CALL
         y = scaled[0], ldy = MAX_SLOTS * 16;
         if (bytes && next) asked.take(y, ldy, R, lanes(k), 1);
       }

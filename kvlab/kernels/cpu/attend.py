@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -22,14 +23,14 @@ _FORMAT, _VIEW = ctypes.sizeof(kv_format), ctypes.sizeof(kv_view)
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """Rows of N sequences and what each sees; keeps its arrays alive.
+    """Rows of N sequences and what each sees; its arrays lie in one, which it keeps alive.
 
     table   int32 [N, groups, blocks]  block ids       lo, hi  int32 [N, groups, rows]  slots [lo, hi) of each row
     first   int32 [N]  where a sequence's first query row is     count  int32 [N]  its rows (1 = a decoding row)
     """
 
     struct: kv_view
-    arrays: tuple[np.ndarray, ...]
+    numbers: np.ndarray
 
     @property
     def blocks(self) -> int:
@@ -37,9 +38,10 @@ class View:
 
     @classmethod
     def of(cls, table: np.ndarray, lo: np.ndarray, hi: np.ndarray, first: np.ndarray, count: np.ndarray) -> View:
-        arrays = tuple(np.ascontiguousarray(a, np.int32) for a in (table, lo, hi, first, count))
-        struct = kv_view(_VIEW, *arrays[0].shape, arrays[1].shape[2], *(a.ctypes.data for a in arrays))
-        return cls(struct, arrays)
+        table, lo, *_ = arrays = [np.asarray(a) for a in (table, lo, hi, first, count)]
+        numbers = np.concatenate([a.ravel() for a in arrays], dtype=np.int32, casting="unsafe")
+        starts = accumulate((a.size for a in arrays[:-1]), initial=numbers.ctypes.data // 4)
+        return cls(kv_view(_VIEW, *table.shape, lo.shape[2], *(4 * at for at in starts)), numbers)
 
 
 class Kernels:
@@ -83,7 +85,6 @@ class Layers:
         self.bound = Bound(lib, fmt, arrays, block)
         self.G, self.Hk, self.dim = G, group_of.shape[1], fmt.v.width if fmt.back is None else fmt.back.shape[-1]
         self.turn, self.back, self.valid = fmt.turn, fmt.back, fmt.valid and arrays[fmt.valid]
-        self.turn_v = None if fmt.back is None else fmt.back.mT.contiguous()
         written = len(fmt.k) == 1 and bool(fmt.k[0].fit and fmt.v.fit)
         blocks = "block" in (fmt.k[0].axis, fmt.v.axis)
         self.appends, self.seals = written and not blocks, written and fmt.turn is fmt.back is None
@@ -98,7 +99,7 @@ class Layers:
 
     def _format(self, i: int, stride: int, scale: float, fast: bool) -> kv_format:
         out = kv_format(_FORMAT, self.Hk, self.G, self.block, len(self.bound.k), scale, self.dim, fast)
-        for name in ("turn", "back", "turn_v"):
+        for name in ("turn", "back"):
             if (m := getattr(self, name)) is not None:
                 setattr(out, name, m[self.layers[i]].data_ptr())
         for name in ("turn", "back"):

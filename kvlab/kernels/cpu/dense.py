@@ -44,7 +44,7 @@ def prototypes(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.kv_check_layer.argtypes, lib.kv_check_layer.restype = [l], i
     lib.kv_layer_bytes.argtypes, lib.kv_layer_bytes.restype = [l, i], n
     lib.kv_matrix_bytes.argtypes, lib.kv_matrix_bytes.restype = [m, i], n
-    lib.kv_front.argtypes, lib.kv_front.restype = [l, p, n, i, p, p, p, n, p, n, i], i
+    lib.kv_front.argtypes, lib.kv_front.restype = [l, p, n, i, p, p, n, p, n, i], i
     lib.kv_back.argtypes, lib.kv_back.restype = [l, p, n, p, n, i, p, n, i], i
     lib.kv_step.argtypes, lib.kv_step.restype = [p], i
     lib.kv_head.argtypes, lib.kv_head.restype = [m, p, c_float, p, n, i, p, n, p, n, i], i
@@ -121,7 +121,8 @@ class Step:
         self.lib, self.parts = prototypes(lib), layers
         self.norm, self.eps, self.head_matrix = norm, eps, head
         self.layers = [self._layer(p) for p in layers]
-        self.addresses = np.array([ctypes.addressof(x) for x in self.layers], np.int64)
+        self._addresses = np.array([ctypes.addressof(x) for x in self.layers], np.int64)
+        self.address = self._addresses.ctypes.data  # of pointers to the layers
         accept("kv_check_matrix", lib.kv_check_matrix(head.struct))
 
     def _layer(self, p: LayerParts) -> kv_layer:
@@ -132,14 +133,14 @@ class Step:
         accept("kv_check_layer", self.lib.kv_check_layer(out))
         return out
 
-    def front(self, i: int, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [T, width], cos and sin [T, dim] -> q, k, v of all heads side by side, [T, heads * dim]; q and k after
-        rope."""
-        dense_rows(x, cos, sin)
+    def front(self, i: int, x: Tensor, rope: Tensor) -> Tensor:
+        """x [T, width], rope [T, dim] (dim / 2 cosines, then sines) -> q, k, v of all heads side by side,
+        [T, heads * dim]; q and k are turned."""
+        dense_rows(x, rope)
         layer, T, outputs = self.layers[i], len(x), self.parts[i].qkv.outputs
-        out, work = torch.empty(T, padded(outputs)), self.room(T)
+        out, work = torch.empty(T, padded(outputs)), _scratch(self.room(T))
         code = self.lib.kv_front(
-            layer, x.data_ptr(), x.stride(0), T, cos.data_ptr(), sin.data_ptr(), out.data_ptr(), out.stride(0),
+            layer, x.data_ptr(), x.stride(0), T, rope.data_ptr(), out.data_ptr(), out.stride(0),
             work.data_ptr(), len(work), torch.get_num_threads(),
         )  # fmt: skip
         accept("kv_front", code)
@@ -149,7 +150,7 @@ class Step:
         """x [T, width] += o(attended [T, H * dim]); then x += the MLP of its norm."""
         dense_rows(attended, x)
         layer, T = self.layers[i], len(x)
-        work = self.room(T)
+        work = _scratch(self.room(T))
         code = self.lib.kv_back(
             layer, attended.data_ptr(), attended.stride(0), x.data_ptr(), x.stride(0), T, work.data_ptr(), len(work),
             torch.get_num_threads(),
@@ -161,7 +162,7 @@ class Step:
         dense_rows(x)
         m, k = self.head_matrix, len(x)
         out = torch.empty(k, padded(m.outputs))
-        work = torch.empty(self.lib.kv_matrix_bytes(m.struct, k), dtype=torch.uint8)
+        work = _scratch(self.lib.kv_matrix_bytes(m.struct, k))
         code = self.lib.kv_head(
             m.struct, self.norm.data_ptr(), self.eps, x.data_ptr(), x.stride(0), k, out.data_ptr(), out.stride(0),
             work.data_ptr(), len(work), torch.get_num_threads(),
@@ -169,9 +170,14 @@ class Step:
         accept("kv_head", code)
         return out[:, : m.outputs]
 
-    def room(self, T: int) -> Tensor:
-        """Scratch for T rows of a layer; all layers of a model are alike. Fresh: labs of one model share a Step."""
-        return torch.empty(self.lib.kv_layer_bytes(self.layers[0], T), dtype=torch.uint8)
+    def room(self, T: int) -> int:
+        """Bytes of scratch for T rows of a layer, a multiple of 4; all layers of a model are alike."""
+        return self.lib.kv_layer_bytes(self.layers[0], T)
+
+
+def _scratch(n: int) -> Tensor:
+    """n bytes. Fresh: labs of one model share a Step."""
+    return torch.empty(n, dtype=torch.uint8)
 
 
 def _pointer(t: Tensor | None) -> int | None:

@@ -148,8 +148,13 @@ static void cells_of(const kv_side& s, const float* z, int32_t* code) {
   }
 }
 
-// x -> n = |x|, z = (x / n) turn, the cell of each coordinate (edges belong to the upper one), and the number stored.
-static bool put_table(const kv_side& s, const float* x, const float* turn, int64_t token, uint8_t* row) {
+struct Basis {  // in which a codec stores: z = x matrix, or x times its transpose
+  const float* matrix;
+  bool transposed;
+};
+
+// x -> n = |x|, z = x / n in its basis, the cell of each coordinate (edges belong to the upper one), and the number stored.
+static bool put_table(const kv_side& s, const float* x, const Basis& basis, int64_t token, uint8_t* row) {
   alignas(64) float unit[512], z[512];
   uint8_t codes[512];
   float n = 0.f;
@@ -158,7 +163,8 @@ static bool put_table(const kv_side& s, const float* x, const float* turn, int64
   if (!finite(n)) return false;
   const bool nothing = n < 1e-30f;
   for (int c = 0; c < s.width; c++) unit[c] = nothing ? 0.f : x[c] * (1.f / n);
-  times(unit, turn, s.width, s.width, z);
+  if (!basis.transposed) times(unit, basis.matrix, s.width, s.width, z);
+  else for (int i = 0; i < s.width; i += 16) dot16<1>(unit, 0, basis.matrix + (int64_t)i * s.width, s.width, z + i, 0);
   alignas(64) int32_t cell[512];
   cells_of(s, z, cell);
   float dot = 0.f, square = 0.f;
@@ -210,9 +216,9 @@ static bool put_block(const kv_side& s, const float* x, int block, int64_t row) 
 }
 
 // One token of one head; false when something does not fit its type or is not a number.
-static bool put(const kv_side& s, const float* x, const float* turn, int64_t token) {
+static bool put(const kv_side& s, const float* x, const Basis& basis, int64_t token) {
   uint8_t* row = const_cast<uint8_t*>(s.codes) + token * s.row_bytes;
   if (s.fit == KV_AS_IS) return put_plain(s, x, row);
-  return s.fit <= KV_MINMAX ? put_scaled(s, x, token, row) : put_table(s, x, turn, token, row);
+  return s.fit <= KV_MINMAX ? put_scaled(s, x, token, row) : put_table(s, x, basis, token, row);
 }
 }  // namespace

@@ -6,7 +6,7 @@
 #ifndef KV_SOURCE_HASH
 #define KV_SOURCE_HASH ""
 #endif
-KV_API int32_t kv_abi() { return 3; }
+KV_API int32_t kv_abi() { return 4; }
 KV_API const char* kv_source_hash() { return KV_SOURCE_HASH; }
 KV_API const char* kv_isa() {
 #if KV_AVX512
@@ -51,7 +51,7 @@ KV_API int32_t kv_check_format(const kv_format* f) {
   if (!f->group_of || !f->offset) return KV_BAD_FORMAT;
   const int keys = f->k[0].width + (f->keys > 1 ? f->k[1].width : 0);
   if (f->turn ? keys % 16 : keys != f->dim) return KV_BAD_FORMAT;
-  if (f->back ? f->dim % 16 : f->v.width != f->dim) return KV_BAD_FORMAT;
+  if (f->back ? f->dim % 16 || f->v.width % 16 : f->v.width != f->dim) return KV_BAD_FORMAT;
   if (f->heads < 1 || f->group < 1 || f->block < 16 || f->block % 16 || f->keys < 1 || f->keys > 2) return KV_BAD_FORMAT;
   for (int i = 0; i < f->keys; i++)
     if (!side_ok(f->k[i], f->block)) return KV_BAD_FORMAT;
@@ -97,44 +97,72 @@ KV_API int64_t kv_workspace(const kv_format* f, const kv_view* s) {
   return (int64_t)s->N * f->heads * (splits(*f, *s) * part_floats(*f) + f->group * key_lanes(*f));
 }
 
-// q, out [row, head, channel], lse [row, head] (natural log; zeros and -inf where nothing is seen) of the view's rows.
+// q, out [row, head, channel], lse [row, head] (natural log; zeros and -inf where nothing is seen) of the rows of one or
+// or more views, over what they see of all: a window's few slots keep a thread busy beside the splits of a long body.
 // join: out and lse hold a partial over other keys already.
-KV_API int32_t kv_attend(const kv_format* f, const kv_view* s, const float* q, int64_t q_head, int64_t q_row, float* out, int64_t out_head,
-                         int64_t out_row, float* lse, int64_t lse_head, int64_t lse_row, int32_t join, float* work, int64_t work_floats, int32_t threads) {
-  if (f->size != (int32_t)sizeof(kv_format) || s->size != (int32_t)sizeof(kv_view)) return KV_BAD_SIZE;
-  if (!fits(*f, *s)) return KV_BAD_TABLE;
-  if (work_floats < kv_workspace(f, s)) return KV_BAD_SPACE;
-  Sides d;
-  open_sides(*f, d);
+KV_API int32_t kv_attend_all(const kv_source* source, int32_t sources, const float* q, int64_t q_head, int64_t q_row, float* out, int64_t out_head,
+                             int64_t out_row, float* lse, int64_t lse_head, int64_t lse_row, int32_t join, float* work, int64_t work_floats,
+                             int32_t threads) {
+  struct { Sides sides; int parts; int64_t step; float *partials, *asked; } of[MAX_SOURCES];
+  if (sources < 1 || sources > MAX_SOURCES) return KV_BAD_RANGE;
+  for (int k = 0; k < sources; k++)
+    if (source[k].format->size != (int32_t)sizeof(kv_format) || source[k].view->size != (int32_t)sizeof(kv_view)) return KV_BAD_SIZE;
+  const kv_format& f = *source[0].format;
+  const kv_view& s = *source[0].view;
+  const int pairs = s.N * f.heads, chunks = (s.rows * f.group + ROWS - 1) / ROWS;
+  int all = 0;
+  for (int k = 0; k < sources; k++) {
+    const kv_format& g = *source[k].format;
+    const kv_view& v = *source[k].view;
+    if (!fits(g, v)) return KV_BAD_TABLE;
+    if (g.heads != f.heads || g.group != f.group || g.dim != f.dim || v.N != s.N || v.rows != s.rows) return KV_BAD_RANGE;
+    for (int n = 0; n < s.N; n++)
+      if (v.count[n] != s.count[n] || v.first[n] != s.first[n]) return KV_BAD_RANGE;
+    if ((work_floats -= kv_workspace(&g, &v)) < 0) return KV_BAD_SPACE;
+    of[k].parts = splits(g, v), of[k].step = part_floats(g), of[k].partials = work;
+    of[k].asked = work + (int64_t)pairs * of[k].parts * of[k].step, work += kv_workspace(&g, &v);
+    all += of[k].parts;
+    open_sides(g, of[k].sides);
+  }
   const Queries queries{q, q_head, q_row};
   const Output io{out, lse, out_head, out_row, lse_head, lse_row, join != 0};
-  const int parts = splits(*f, *s), pairs = s->N * f->heads;
-  const int64_t step = part_floats(*f);
-  const int chunks = (s->rows * f->group + ROWS - 1) / ROWS, each = parts > chunks ? parts : chunks;
-  const int wk = key_lanes(*f);
-  float* asked = work + (int64_t)pairs * parts * step;
+  const auto output = [&](int k) { Output o = io; o.join = io.join || k; return o; };
+  const int each = all > chunks ? all : chunks;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
 #pragma omp for schedule(static)
-    for (int i = 0; i < pairs * f->group; i++) {
-      const int n = i / f->group / f->heads, h = i / f->group % f->heads;
-      if (s->count[n] == 1) take(*f, queries, h, i % f->group, s->first[n], asked + (int64_t)i * wk);
+    for (int i = 0; i < pairs * f.group; i++) {
+      const int n = i / f.group / f.heads, h = i / f.group % f.heads;
+      for (int k = 0; k < sources && s.count[n] == 1; k++)
+        take(*source[k].format, queries, h, i % f.group, s.first[n], of[k].asked + (int64_t)i * key_lanes(*source[k].format));
     }
 #pragma omp for schedule(dynamic, 1)
     for (int i = 0; i < pairs * each; i++) {
-      const int pair = i / each, n = pair / f->heads, h = pair % f->heads, j = i % each;
-      if (s->count[n] == 1) {
-        if (j < parts) decode_item(*f, *s, d, asked + (int64_t)pair * f->group * wk, n, h, j, work + ((int64_t)pair * parts + j) * step);
-      } else if (j * ROWS < s->count[n] * f->group) {
-        const int left = s->count[n] * f->group - j * ROWS;
-        chunk_item(*f, *s, d, queries, io, n, h, j * ROWS, left < ROWS ? left : ROWS);
+      const int pair = i / each, n = pair / f.heads, h = pair % f.heads;
+      int j = i % each;
+      if (s.count[n] != 1) {
+        const int left = s.count[n] * f.group - j * ROWS;
+        for (int k = 0; k < sources && left > 0; k++)
+          chunk_item(*source[k].format, *source[k].view, of[k].sides, queries, output(k), n, h, j * ROWS, left < ROWS ? left : ROWS);
+      } else if (j < all) {
+        int k = 0;
+        while (j >= of[k].parts) j -= of[k++].parts;
+        const kv_format& g = *source[k].format;
+        decode_item(g, *source[k].view, of[k].sides, of[k].asked + (int64_t)pair * g.group * key_lanes(g), n, h, j,
+                    of[k].partials + ((int64_t)pair * of[k].parts + j) * of[k].step);
       }
     }
 #pragma omp for schedule(static)
     for (int i = 0; i < pairs; i++)
-      if (s->count[i / f->heads] == 1) join_splits(*f, *s, io, i / f->heads, i % f->heads, parts, work + (int64_t)i * parts * step, step);
+      for (int k = 0; k < sources && s.count[i / f.heads] == 1; k++)
+        join_splits(*source[k].format, *source[k].view, output(k), i / f.heads, i % f.heads, of[k].parts, of[k].partials + (int64_t)i * of[k].parts * of[k].step, of[k].step);
   }
   return KV_OK;
+}
+KV_API int32_t kv_attend(const kv_format* f, const kv_view* s, const float* q, int64_t q_head, int64_t q_row, float* out, int64_t out_head,
+                         int64_t out_row, float* lse, int64_t lse_head, int64_t lse_row, int32_t join, float* work, int64_t work_floats, int32_t threads) {
+  const kv_source one{f, s};
+  return kv_attend_all(&one, 1, q, q_head, q_row, out, out_head, out_row, lse, lse_head, lse_row, join, work, work_floats, threads);
 }
 
 // Encodes k, v [T, head, channel] into token rows [heads, T] (slot of each, as in codes). Returns how many vectors hold a
@@ -146,12 +174,12 @@ KV_API int32_t kv_append(const kv_format* f, const float* k, int64_t k_head, int
   for (int64_t i = 0; i < (int64_t)f->heads * T; i++)
     if (rows[i] < 0 || rows[i] >= capacity) return KV_BAD_TABLE;
   int32_t bad = 0;
-#pragma omp parallel for schedule(static) reduction(+ : bad) num_threads(threads) if (threads > 1 && f->heads * T > 16)
-  for (int i = 0; i < f->heads * T; i++) {
-    const int h = i / T, t = i % T;
-    const float *turn = f->turn ? f->turn + h * f->turn_head : nullptr, *turn_v = f->turn_v ? f->turn_v + h * f->back_head : nullptr;
-    bad += !put(f->k[0], k + h * k_head + t * k_row, turn, rows[i]);
-    bad += !put(f->v, v + h * v_head + t * v_row, turn_v, rows[i]);
+  const int each = f->heads * T;  // keys first, then values: each thread reads one of two matrices
+#pragma omp parallel for schedule(static) reduction(+ : bad) num_threads(threads) if (threads > 1 && (f->turn || each > 16))
+  for (int i = 0; i < 2 * each; i++) {
+    const int h = i % each / T, t = i % T;
+    if (i < each) bad += !put(f->k[0], k + h * k_head + t * k_row, {f->turn ? f->turn + h * f->turn_head : nullptr, false}, rows[i]);
+    else bad += !put(f->v, v + h * v_head + t * v_row, {f->back ? f->back + h * f->back_head : nullptr, true}, rows[i - each]);
   }
   return bad;
 }
@@ -161,7 +189,7 @@ KV_API int32_t kv_append(const kv_format* f, const float* k, int64_t k_head, int
 KV_API int32_t kv_seal(const kv_format* f, const float* k, const float* v, const int64_t* src, int64_t src_rows, const int64_t* dst,
                        int64_t dst_rows, int32_t count, int32_t threads) {
   if (f->size != (int32_t)sizeof(kv_format)) return KV_BAD_SIZE;
-  if (f->keys != 1 || !f->k[0].fit || !f->v.fit || f->turn || f->turn_v) return KV_BAD_FORMAT;
+  if (f->keys != 1 || !f->k[0].fit || !f->v.fit || f->turn || f->back) return KV_BAD_FORMAT;
   for (int i = 0; i < count; i++)
     if (src[i] < 0 || src[i] >= src_rows || dst[i] < 0 || dst[i] >= dst_rows) return KV_BAD_TABLE;
   int32_t bad = 0;
@@ -171,7 +199,7 @@ KV_API int32_t kv_seal(const kv_format* f, const float* k, const float* v, const
     const float* x = (i % 2 ? v : k) + src[i / 2] * f->block * s.width;
     if (s.axis == KV_BLOCK) bad += !put_block(s, x, f->block, dst[i / 2]);
     else
-      for (int t = 0; t < f->block; t++) bad += !put(s, x + (int64_t)t * s.width, nullptr, dst[i / 2] * f->block + t);
+      for (int t = 0; t < f->block; t++) bad += !put(s, x + (int64_t)t * s.width, {}, dst[i / 2] * f->block + t);
   }
   return bad;
 }

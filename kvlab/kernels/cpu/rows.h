@@ -10,7 +10,7 @@ struct kv_format {       // of one layer; made once
   int32_t dim;           // channels of a query and of an output, D
   int32_t fast;          // decoding rows multiply integers of up to 15 bits where pages hold codes (fast.h)
   const float *turn, *back;  // the codec's basis, null = the model's: q' = q turn, [1 | Hk, D, width of the keys]; out = o
-  const float* turn_v;           // back, [1 | Hk, width of the values, D]; turn_v its transpose, for writing
+                             // back, [1 | Hk, width of the values, D]. Keys are written turned, values by back's transpose
   int64_t turn_head, back_head;  // floats from one head's to the next's, 0 = shared
   const int32_t* group_of;  // [Hk] row of `table` for each head
   const int64_t* offset;    // [Hk] block row = id * stride + offset[h]
@@ -56,7 +56,7 @@ static void open_lanes(const kv_side& s, Lanes& to) {
   const bool laced = is_codes(s) && s.bits < 8;
   const int lanes = s.slots * 16;
   to.runs = !laced || (s.slots % 2 == 0 && !Spans(s).odd());
-  for (int c = 0; c < lanes; c++) to.group[c] = s.channel[c] < 0 || s.axis != KV_TOKEN ? 0 : s.channel[c] / s.group;
+  for (int c = 0; c < lanes; c++) to.group[c] = s.channel[c] < s.group || s.axis != KV_TOKEN ? 0 : s.channel[c] / s.group;
   for (int c = 0; laced && to.runs && c < lanes; c++) {
     const int l = c % 32, first = s.channel[c - l + (laced_run(l) ? 4 : 0)];
     to.runs = s.channel[c] == first + laced_code(l / 16, l % 16);
@@ -131,12 +131,11 @@ KV_INLINE bool as_bytes(const kv_side& s, const Lanes& of, const Decoder& d, boo
   return folds(s) || s.axis == KV_NONE || (key ? s.axis == KV_BLOCK || of.parts > 1 : of.wide);
 }
 
-// Scale and shift of each lane for the group of tokens that `token` is in (KV_BLOCK; a group divides a block).
-static void block_scales(const kv_side& s, const Lanes& of, int64_t token, float* scale, float* shift) {
+// Calls f(first lane, scale, shift) for every sixteen lanes, of the group of tokens that `token` is in (KV_BLOCK; a group
+// divides a block).
+template <class F> KV_INLINE void each_block_scale(const kv_side& s, const Lanes& of, int64_t token, F f) {
   const int64_t at = token / s.group * s.width;
-  const auto put = [&](int c, X a, X b) {
-    store(scale + c, a), store(shift + c, s.zero ? fma(a, set1(s.mid), b) : set1(0.f));
-  };
+  const auto put = [&](int c, X a, X b) { f(c, a, s.zero ? fma(a, set1(s.mid), b) : set1(0.f)); };
   const auto zero = [&](int c) { return s.zero ? meta_load(s.zero, s.meta, at + s.channel[c]) : set1(0.f); };
   const bool laced = is_codes(s) && s.bits < 8;
   for (int c = 0; c < lanes(s) && of.runs; c += laced ? 32 : 16) {
@@ -149,15 +148,33 @@ static void block_scales(const kv_side& s, const Lanes& of, int64_t token, float
     }
     put(c, a[0], b[0]);
   }
-  for (int l = 0; l < lanes(s) && !of.runs; l++) {
-    const int ch = s.channel[l] < 0 ? 0 : s.channel[l];
-    scale[l] = meta_at(s.scale, s.meta, at + ch);
-    shift[l] = s.zero ? meta_at(s.zero, s.meta, at + ch) + scale[l] * s.mid : 0.f;
+  for (int c = 0; c < lanes(s) && !of.runs; c += 16) {
+    alignas(64) float a[16], b[16];
+    for (int l = 0; l < 16; l++) {
+      const int64_t i = at + (s.channel[c + l] < 0 ? 0 : s.channel[c + l]);
+      a[l] = meta_at(s.scale, s.meta, i), b[l] = s.zero ? meta_at(s.zero, s.meta, i) : 0.f;
+    }
+    put(c, load(a), load(b));
   }
+}
+static void block_scales(const kv_side& s, const Lanes& of, int64_t token, float* scale, float* shift) {
+  each_block_scale(s, of, token, [&](int c, X a, X b) { store(scale + c, a), store(shift + c, b); });
+}
+// Such a group's scales in queries q instead, q * scale, and what its shifts add to their scores, q . shift.
+template <int R> static void scale_queries(const kv_side& s, const Lanes& of, int64_t token, const float* q, int ldq, float* out, int ldo, float* added) {
+  X sum[R];
+  for (auto& x : sum) x = set1(0.f);
+  each_block_scale(s, of, token, [&](int c, X a, X b) {
+    for (int r = 0; r < R; r++) {
+      const X u = load(q + r * ldq + c);
+      sum[r] = fma(u, b, sum[r]), store(out + r * ldo + c, mul(u, a));
+    }
+  });
+  for (int r = 0; r < R; r++) added[r] = hsum(sum[r]);
 }
 
 // x: n values of each of sixteen tokens, token by token -> value by value. n at most MAX_GROUPS.
-static void by_value(X* x, int n) {
+KV_INLINE void by_value(X* x, int n) {
   if (n & (n - 1)) {
     alignas(64) float a[16 * MAX_GROUPS], b[MAX_GROUPS][16];
     for (int i = 0; i < n; i++) store(a + 16 * i, x[i]);
@@ -177,13 +194,20 @@ static void by_value(X* x, int n) {
 }
 
 // Scale and shift of sixteen tokens, group by group.
-static void group_scales(const kv_side& s, int64_t token, int groups, X* scale, X* shift) {
+KV_INLINE void some_group_scales(const kv_side& s, int64_t token, int groups, X* scale, X* shift) {
   for (int j = 0; j < groups; j++) {
     scale[j] = meta_load(s.scale, s.meta, token * groups + 16 * j);
     shift[j] = s.zero ? fma(scale[j], set1(s.mid), meta_load(s.zero, s.meta, token * groups + 16 * j)) : set1(0.f);
   }
   by_value(scale, groups);
   if (s.zero) by_value(shift, groups);
+}
+static void group_scales(const kv_side& s, int64_t token, int groups, X* scale, X* shift) {
+  switch (groups) {  // a number that is known keeps them in registers
+    case 2: return some_group_scales(s, token, 2, scale, shift);
+    case 4: return some_group_scales(s, token, 4, scale, shift);
+    default: return some_group_scales(s, token, groups, scale, shift);
+  }
 }
 
 // Rows x = scale * x + (zero + scale * mid): scales per group of channels, or per channel and group of tokens.

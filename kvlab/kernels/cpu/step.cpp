@@ -57,7 +57,7 @@ static void multiply(const kv_matrix& m, const float* x, int64_t x_row, const fl
 }
 
 // Channel j of a head turns with j + dim / 2; before that, each head's RMS norm where the model has one.
-static void turn(const kv_layer& l, float* x, const float* weight, const float* cos, const float* sin) {
+static void turn(const kv_layer& l, float* x, const float* weight, const float* rope) {
   const int half = l.dim / 2;
   if (weight) {
     float sum = 0.f;
@@ -67,13 +67,13 @@ static void turn(const kv_layer& l, float* x, const float* weight, const float* 
   }
   for (int i = 0; i < half; i++) {
     const float a = x[i], b = x[i + half];
-    x[i] = a * cos[i] - b * sin[i];
-    x[i + half] = b * cos[i + half] + a * sin[i + half];
+    x[i] = a * rope[i] - b * rope[i + half];
+    x[i + half] = b * rope[i] + a * rope[i + half];
   }
 }
 
-// x [T, x_row] -> qkv [T, qkv_row]: heads side by side, q, k and v. cos, sin [T, dim].
-KV_API int32_t kv_front(const kv_layer* l, const float* x, int64_t x_row, int32_t T, const float* cos, const float* sin, float* qkv, int64_t qkv_row,
+// x [T, x_row] -> qkv [T, qkv_row]: heads side by side, q, k and v. rope [T, dim]: dim / 2 cosines, then as many sines.
+KV_API int32_t kv_front(const kv_layer* l, const float* x, int64_t x_row, int32_t T, const float* rope, float* qkv, int64_t qkv_row,
                         void* work, int64_t work_bytes, int32_t threads) {
   if (l->size != (int32_t)sizeof(kv_layer)) return KV_BAD_SIZE;
   if (T < 0 || x_row < l->qkv.inputs || qkv_row < kv_width(l->qkv.outputs)) return KV_BAD_RANGE;
@@ -85,7 +85,7 @@ KV_API int32_t kv_front(const kv_layer* l, const float* x, int64_t x_row, int32_
 #pragma omp for schedule(static)
     for (int i = 0; i < T * l->turned; i++) {
       const int t = i / l->turned, h = i % l->turned;
-      turn(*l, qkv + t * qkv_row + h * l->dim, l->qk_norm ? l->qk_norm + h * l->dim : nullptr, cos + (int64_t)t * l->dim, sin + (int64_t)t * l->dim);
+      turn(*l, qkv + t * qkv_row + h * l->dim, l->qk_norm ? l->qk_norm + h * l->dim : nullptr, rope + (int64_t)t * l->dim);
     }
   }
   return KV_OK;
@@ -133,7 +133,7 @@ struct kv_moved {  // blocks that are encoded after the writes
   const float *k, *v;
   int64_t src_rows, dst_rows, count;
 };
-struct kv_read {  // in this order; join: the rows have read another source before
+struct kv_read {  // in this order; join: what the rows of the one before read besides
   const kv_format* const* format;
   const kv_view* view;
   int64_t join;
@@ -145,7 +145,7 @@ struct kv_turn {
   const kv_moved* move;
   const kv_read* read;
   float *x, *qkv, *attended, *lse;  // [T, x_row], [T, qkv_row], [T, heads * dim], [T, heads]
-  const float *cos, *sin;
+  const float* rope;
   int64_t x_row, qkv_row, pages_floats, work_bytes;
   float* pages_work;
   void* work;
@@ -162,16 +162,22 @@ KV_API int32_t kv_step(const kv_turn* s) {
         s->layer[l]->qkv.outputs != (s->heads + 2 * s->kv_heads) * s->dim)
       return KV_BAD_FORMAT;
   for (int l = 0; l < s->layers; l++) {
-    int32_t code = kv_front(s->layer[l], s->x, s->x_row, s->T, s->cos, s->sin, s->qkv, s->qkv_row, s->work, s->work_bytes, s->threads);
+    int32_t code = kv_front(s->layer[l], s->x, s->x_row, s->T, s->rope, s->qkv, s->qkv_row, s->work, s->work_bytes, s->threads);
     for (const kv_write* w = s->write; !code && w < s->write + s->writes; w++)
       if (w->format[l]) code = kv_append(w->format[l], k, s->dim, s->qkv_row, v, s->dim, s->qkv_row, w->rows[l], w->capacity, s->T, s->threads);
     for (const kv_moved* m = s->move; !code && m < s->move + s->moves; m++)
       if (m->format[l]) code = kv_seal(m->format[l], m->k, m->v, m->src[l], m->src_rows, m->dst[l], m->dst_rows, (int32_t)m->count, s->threads);
     if (code > 0) return 1 + l;
-    for (const kv_read* r = s->read; !code && r < s->read + s->reads; r++)
-      if (r->format[l])
-        code = kv_attend(r->format[l], r->view, s->qkv, s->dim, s->qkv_row, s->attended, s->dim, width, s->lse, 1, s->heads, r->join != 0, s->pages_work,
-                         s->pages_floats, s->threads);
+    for (int i = 0; !code && i < s->reads;) {
+      kv_source source[MAX_SOURCES];
+      const int join = s->read[i].join != 0;
+      int n = 0;
+      do source[n++] = {s->read[i].format[l], s->read[i].view};
+      while (++i < s->reads && s->read[i].join && n < MAX_SOURCES);
+      if (source[0].format)
+        code = kv_attend_all(source, n, s->qkv, s->dim, s->qkv_row, s->attended, s->dim, width, s->lse, 1, s->heads, join, s->pages_work,
+                             s->pages_floats, s->threads);
+    }
     if (!code) code = kv_back(s->layer[l], s->attended, width, s->x, s->x_row, s->T, s->work, s->work_bytes, s->threads);
     if (code) return code;
   }

@@ -33,8 +33,8 @@ class kv_format(Structure):
     _fields_ = [
         ("size", c_int32), ("heads", c_int32), ("group", c_int32), ("block", c_int32), ("keys", c_int32),
         ("scale", c_float), ("dim", c_int32), ("fast", c_int32),
-        ("turn", c_void_p), ("back", c_void_p), ("turn_v", c_void_p),
-        ("turn_head", c_int64), ("back_head", c_int64), ("group_of", c_void_p), ("offset", c_void_p),
+        ("turn", c_void_p), ("back", c_void_p), ("turn_head", c_int64), ("back_head", c_int64),
+        ("group_of", c_void_p), ("offset", c_void_p),
         ("stride", c_int64), ("valid", c_void_p),
         ("k", kv_side * 2), ("v", kv_side),
     ]  # fmt: skip
@@ -72,6 +72,7 @@ def prototypes(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.kv_words.argtypes, lib.kv_words.restype = [f], i
     lib.kv_workspace.argtypes, lib.kv_workspace.restype = [f, v], n
     lib.kv_attend.argtypes, lib.kv_attend.restype = [f, v, p, n, n, p, n, n, p, n, n, i, p, n, i], i
+    lib.kv_attend_all.argtypes, lib.kv_attend_all.restype = [p, i, p, n, n, p, n, n, p, n, n, i, p, n, i], i
     lib.kv_append.argtypes, lib.kv_append.restype = [f, p, n, n, p, n, n, p, n, i, i], i
     lib.kv_seal.argtypes, lib.kv_seal.restype = [f, p, p, p, n, p, n, i, i], i
     lib.kv_mass.argtypes, lib.kv_mass.restype = [f, v, p, n, n, p, n, n, p, i, i], i

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from ctypes import Structure, c_int32, c_int64, c_void_p
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -34,7 +35,7 @@ class kv_turn(Structure):
     _fields_ = [
         *((n, c_int32) for n in ["size", "layers", "T", "heads", "kv_heads", "dim"]),
         *((n, c_int32) for n in ["writes", "moves", "reads", "threads"]),
-        *((n, c_void_p) for n in ["layer", "write", "move", "read", "x", "qkv", "attended", "lse", "cos", "sin"]),
+        *((n, c_void_p) for n in ["layer", "write", "move", "read", "x", "qkv", "attended", "lse", "rope"]),
         *((n, c_int64) for n in ["x_row", "qkv_row", "pages_floats", "work_bytes"]),
         ("pages_work", c_void_p), ("work", c_void_p),
     ]  # fmt: skip
@@ -53,6 +54,7 @@ class Turn:
     moves: list[kv_moved] = field(default_factory=list)
     reads: list[kv_read] = field(default_factory=list)
     floats: int = 0  # of scratch
+    _floats: int = 0  # of what is read together
     libs: set[ctypes.CDLL] = field(default_factory=set)
     kept: list = field(default_factory=list)  # whatever the pointers point to
 
@@ -67,30 +69,30 @@ class Turn:
         self.moves.append(kv_moved(self._formats(to), *at, k.data_ptr(), v.data_ptr(), *rows, src.shape[1]))
 
     def read(self, source: Layers, view: View, join: bool) -> None:
-        self.floats = max(self.floats, source.admit(view))
+        self._floats = source.admit(view) + self._floats * join
+        self.floats = max(self.floats, self._floats)
         self.kept.append(view)
         self.reads.append(kv_read(self._formats(source), ctypes.addressof(view.struct), join))
 
-    def run(self, step: Step, x: Tensor, cos: Tensor, sin: Tensor, H: int, Hk: int) -> bool:
-        """x [T, width] through all layers, in place. False: a key or value cannot be written (it is not finite, or does
-        not fit), or pages and model are of different libraries; x and the slots written then mean nothing."""
+    def run(self, step: Step, x: Tensor, rope: Tensor, H: int, Hk: int) -> bool:
+        """x [T, width] through all layers, in place; rope [T, dim] as in `Step.front`. False: a key or value cannot be
+        written (it is not finite, or does not fit), or pages and model are of different libraries; x and the slots
+        written then mean nothing."""
         if any(lib is not step.lib for lib in self.libs):
             return False
         part, T = step.parts[0], len(x)
-        qkv, attended, lse = torch.empty(T, padded(part.qkv.outputs)), torch.empty(T, H * part.dim), torch.empty(T, H)
-        scratch, work = torch.empty(self.floats), step.room(T)
         lists = self.writes, self.moves, self.reads
-        s = kv_turn(ctypes.sizeof(kv_turn), self.L, T, H, Hk, part.dim, *map(len, lists))
-        s.threads, s.layer = torch.get_num_threads(), step.addresses.ctypes.data
-        for name, kind, items in zip(("write", "move", "read"), (kv_write, kv_moved, kv_read), lists):
-            self.kept.append((kind * len(items))(*items))
-            setattr(s, name, ctypes.addressof(self.kept[-1]))
-        for name, t in (
-            ("x", x), ("qkv", qkv), ("attended", attended), ("lse", lse), ("cos", cos), ("sin", sin),
-            ("pages_work", scratch), ("work", work),
-        ):  # fmt: skip
-            setattr(s, name, t.data_ptr())
-        s.x_row, s.qkv_row, s.pages_floats, s.work_bytes = x.stride(0), qkv.stride(0), scratch.numel(), len(work)
+        arrays = [(kind * len(items))(*items) for kind, items in zip((kv_write, kv_moved, kv_read), lists)]
+        width, work = padded(part.qkv.outputs), step.room(T)
+        floats = T * width, T * H * part.dim, T * H, self.floats, work // 4
+        *starts, end = accumulate((-(-n // 16) * 16 for n in floats), initial=0)
+        memory = torch.empty(end)
+        qkv, attended, lse, pages, work_at = (memory.data_ptr() + 4 * at for at in starts)
+        s = kv_turn(
+            ctypes.sizeof(kv_turn), self.L, T, H, Hk, part.dim, *map(len, lists), torch.get_num_threads(),
+            step.address, *map(ctypes.addressof, arrays), x.data_ptr(), qkv, attended, lse, rope.data_ptr(),
+            x.stride(0), width, self.floats, work, pages, work_at,
+        )  # fmt: skip
         code = step.lib.kv_step(ctypes.addressof(s))
         accept("kv_step", code)
         return code == 0

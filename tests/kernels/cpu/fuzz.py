@@ -174,8 +174,8 @@ def layer(seed: int, library) -> str:
     spoiled = T > 0 and r.random() < 0.3
     if spoiled:
         x[r.randrange(T), r.randrange(E)] = r.choice((float("nan"), float("inf"), -float("inf")))
-    angle = torch.randn(T, D)
-    logits, qkv = step.head(x), step.front(0, x, angle.cos(), angle.sin())
+    angle = torch.randn(T, D // 2)
+    logits, qkv = step.head(x), step.front(0, x, torch.cat([angle.cos(), angle.sin()], 1))
     step.back(0, torch.randn(T, H * D), x)
     assert logits.shape == (T, vocab) and qkv.shape == (T, (H + 2 * Hk) * D)
     assert spoiled or (logits.isfinite().all() and qkv.isfinite().all()), "a number that is none"

@@ -146,6 +146,15 @@ class Rows:
         return View.of(table, self.lo, self.hi, self.first, np.array(self.count))
 
 
+def arrays_of(view: View) -> dict[str, np.ndarray]:
+    """The arrays of a view, where they lie."""
+    s = view.struct
+    shapes = {"table": (s.N, s.groups, s.blocks), "lo": (s.N, s.groups, s.rows), "hi": (s.N, s.groups, s.rows),
+              "first": (s.N,), "count": (s.N,)}  # fmt: skip
+    ends = np.cumsum([np.prod(x) for x in shapes.values()])
+    return {n: a.reshape(x) for (n, x), a in zip(shapes.items(), np.split(view.numbers, ends[:-1]))}
+
+
 def build(method: str, geom: Geom, block: int, slots: list[int], seed: int = 0, ragged: bool = False, spare: int = 0,
           shift: float = 0.0, size: float = 1.0, **options) -> Cache:  # fmt: skip
     """Random keys and values in shuffled blocks, all of the pool (but `spare` blocks). shift: of key channels."""

@@ -178,7 +178,7 @@ def test_a_layer_is_norms_products_rope_and_gate(variant, kind, qk_norm):
         turned = rms(turned, parts.qk_norm, 1e-6)
     half = torch.cat([-turned[..., 8:], turned[..., :8]], -1)
     want = torch.cat([turned * cos.double()[:, None] + half * sin.double()[:, None], want[:, 4:]], 1).flatten(1)
-    assert_close(step.front(0, wide(x), cos, sin), want, TOLERANCE[kind])
+    assert_close(step.front(0, wide(x), torch.cat([angle.cos(), angle.sin()], 1)), want, TOLERANCE[kind])
 
     y = x.double() + a.double() @ q64["o"].T
     n = rms(y, parts.mlp_norm, 1e-5)
@@ -247,9 +247,7 @@ def test_what_the_kernels_cannot_hold_is_refused():
     pointers, room = (x.data_ptr(), out.data_ptr(), work.data_ptr()), len(work)
 
     def front(x_row=64, T=4, row=96, space=room, layer=whole):
-        return lib.kv_front(
-            layer, pointers[0], x_row, T, pointers[0], pointers[0], pointers[1], row, pointers[2], space, 1
-        )
+        return lib.kv_front(layer, pointers[0], x_row, T, pointers[0], pointers[1], row, pointers[2], space, 1)
 
     def back(a_row=64, x_row=64, T=4, space=room, layer=whole):
         return lib.kv_back(layer, pointers[0], a_row, pointers[1], x_row, T, pointers[2], space, 1)
@@ -279,4 +277,4 @@ def test_no_rows_are_no_work():
     parts, *_ = layer("int8")
     step = Step(pages.library("generic"), [parts], torch.ones(40), 1e-5, Matrix("int8", normal(8, 40), None))
     assert step.head(torch.empty(0, 64)).shape == (0, 8)
-    assert step.front(0, torch.empty(0, 64), torch.empty(0, 16), torch.empty(0, 16)).shape == (0, 80)
+    assert step.front(0, torch.empty(0, 64), torch.empty(0, 16)).shape == (0, 80)

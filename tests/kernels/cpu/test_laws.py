@@ -168,7 +168,7 @@ def test_only_the_rows_of_the_view_are_written_and_strides_do_not_matter(make):
     folded, out, lse = torch.full((2, H, R, D), torch.nan), torch.full((2, H, R, D), 7.0), torch.full((2, H, R), 7.0)
     folded[0, :, :1], folded[1, :, :9] = q[:1].transpose(0, 1).float(), q[1:].transpose(0, 1).float()
     view = rows.view(cache.table)
-    view.arrays[3][:] = 0, H * R  # first: in rows, of which a head has R
+    pages.arrays_of(view)["first"][:] = 0, H * R  # first: in rows, of which a head has R
     strided = [x.as_strided((R, H, D), (D, R * D, 1)) for x in (folded, out)]
     layers.attend(0, view, *strided, lse.as_strided((R, H), (1, R)))
     got = [torch.cat([x[0, :, :1], x[1, :, :9]], 1).transpose(0, 1).contiguous() for x in (out, lse)]

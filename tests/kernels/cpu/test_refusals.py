@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
+import numpy as np
 import pages
 import pytest
 import torch
@@ -87,8 +88,7 @@ def test_a_view_that_leaves_the_pool_or_its_table_is_refused(cache, layers, what
     rows = Rows.last([1, 5], [100, 40])
     good = rows.view(cache.table)
     assert layers.lib.kv_check_view(good.struct, 32, cache.arrays.n_blocks) == 0
-    names = ("table", "lo", "hi", "first", "count")
-    arrays = {n: a.copy() for n, a in zip(names, good.arrays)}
+    arrays = {n: a.copy() for n, a in pages.arrays_of(good).items()}
     arrays[what][index] = value
     bad = View.of(*arrays.values())
     assert layers.lib.kv_check_view(bad.struct, 32, cache.arrays.n_blocks) == code
@@ -127,8 +127,37 @@ def test_tensors_that_are_no_dense_float32_rows_are_refused(cache, layers, wrong
 
 def test_what_rows_beyond_a_sequences_count_say_does_not_matter(cache, layers):
     view = Rows.last([1, 5], [100, 40]).view(cache.table)
-    assert view.arrays[1][0, 0, 1] < 0 and view.arrays[2][0, 0, 1] > 10**6, "Rows.last no longer puts nonsense there"
+    seen = pages.arrays_of(view)
+    assert seen["lo"][0, 0, 1] < 0 and seen["hi"][0, 0, 1] > 10**6, "Rows.last no longer puts nonsense there"
     assert layers.lib.kv_check_view(view.struct, 32, cache.arrays.n_blocks) == 0
+
+
+def test_sources_of_other_rows_are_refused_together(cache, layers):
+    """What is read together belongs to the same rows; fails when the second view is taken as it is."""
+    rows = Rows.last([1, 5], [100, 40])
+    good = rows.view(cache.table)
+    need = 2 * layers.lib.kv_workspace(layers.formats[0], good.struct)
+    q, out, lse = torch.zeros(6, 6, 64), torch.full((6, 6, 64), torch.nan), torch.full((6, 6), torch.nan)
+    work = torch.empty(need)
+
+    def both(view, fmt=layers.formats[0], n=2, room=need) -> int:
+        source = [ctypes.addressof(x) for x in (layers.formats[0], good.struct, fmt, view.struct)]
+        return layers.lib.kv_attend_all(
+            (ctypes.c_void_p * 4)(*source), n, q.data_ptr(), 64, 384, out.data_ptr(), 64, 384, lse.data_ptr(), 1, 6, 0,
+            work.data_ptr(), room, 1,
+        )  # fmt: skip
+
+    other, wide = copy(layers.formats[0]), copy(layers.formats[0])
+    other.heads, wide.size = 1, 8
+    short = Rows.last([1, 4], [100, 40]).view(cache.table)
+    later = View.of(*(pages.arrays_of(good) | {"first": np.array([0, 2])}).values())
+    fewer = View.of(*(pages.arrays_of(good) | {"count": np.array([1, 4])}).values())
+    one = Rows.last([1], [100]).view(cache.table[:1])
+    assert {both(v) for v in (short, later, fewer, one)} == {RANGE} and both(good, other) == RANGE
+    assert {both(good, n=0), both(good, n=3)} == {RANGE}
+    assert (both(good, wide), both(good, room=need - 1)) == (SIZE, SPACE)
+    assert out.isnan().all() and lse.isnan().all()
+    assert both(good) == 0 and not out.isnan().any()
 
 
 @pytest.mark.parametrize("short", [1, 10**6])
