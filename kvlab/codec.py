@@ -50,6 +50,10 @@ class Codec:
     def regions(self, geom: Geom, block: int) -> tuple[Region, ...]:
         raise NotImplementedError(f"{type(self).__name__} must declare its regions")
 
+    def tail_dtype(self) -> torch.dtype:
+        """Of the exact tail, float32, bfloat16 or float16: the model's, unless a method says another. After `setup`."""
+        return self.geom.dtype
+
     def encode(self, layer: int, k: Tensor, v: Tensor) -> Page:
         raise NotImplementedError(f"{type(self).__name__} must define encode")
 

@@ -26,6 +26,7 @@ from kvlab.cache.tiles import Tile
 from kvlab.codec import Codec
 from kvlab.errors import ConfigError
 from kvlab.families.pruner import Evictable, Pruner
+from kvlab.kernels import meta
 from kvlab.kernels.attention import Partial, mass, merge, partial
 from kvlab.kernels.backend import Backend
 from kvlab.kernels.cpu.turn import Turn
@@ -89,7 +90,8 @@ class Compressor:
         self.geom, self.block = geom, block
         self.codec.setup(geom, block)
         self.packed, fmt = None, self.codec.page_format()
-        tail = exact(geom.dtype, geom.D)
+        self.tail_dtype = self.codec.tail_dtype()
+        tail = exact(self.tail_dtype, geom.D)
         if self.kernels is not None and fmt is not None and tail is not None:
             self.packed = Packed(self.kernels, self.label(), geom, fmt, tail, self.fast)
         regions = self.codec.regions(geom, block)
@@ -114,7 +116,7 @@ class Compressor:
             extra = self.pruner.regions(geom)
             state, stage = self.pruner.state(geom), "prompt" if has_tail else "none"
             groups = self._pruned_groups(geom, regions, extra)
-        tail = (*kv_regions(geom, geom.dtype), *extra) if has_tail else ()
+        tail = (*kv_regions(geom, self.tail_dtype), *extra) if has_tail else ()
         print_ = self.codec.fingerprint() + (self.pruner.fingerprint() if self.pruner else "")
         return CachePlan(geom, block, groups, tail, self.codec.residual, stage, state, print_)
 
@@ -170,12 +172,15 @@ class Compressor:
         p = pages.layer(layer)
         has_tail = p.t.tail is not None
         if self.packed is None or not self.packed.append(layer, k, v, p):
-            p.scatter(layer, {"k": k, "v": v} if has_tail else self.codec.encode(layer, k, v))
+            p.scatter(layer, self._exact(layer, k, v) if has_tail else self.codec.encode(layer, k, v))
         self.counters.encoded_blocks += not has_tail and self.codec.family != "full"
         if self.pruner is not None and p.t.window is None:
             self.pruner.wrote(layer, p, k, v, pages)  # before sealing: what a slot carries is sealed with it
         if p.t.tail is not None:
             self._seal(layer, p)
+
+    def _exact(self, layer: int, k: Tensor, v: Tensor) -> dict[str, Tensor]:
+        return meta.stored(self.codec.family, layer, "window_dtype", self.tail_dtype, k=k, v=v)
 
     def _seal(self, layer: int, p: Pages) -> None:
         """Exact blocks older than the residual window become encoded ones, before anything attends."""
@@ -188,7 +193,7 @@ class Compressor:
             self.counters.encoded_blocks += len(dst)
             return
         Hk, B, D = self.geom.Hk, self.block, self.geom.D
-        k, v = (tail.block_rows[n].index_select(0, src).view(-1, Hk, B, D) for n in ("k", "v"))
+        k, v = (tail.block_rows[n].index_select(0, src).view(-1, Hk, B, D).to(self.geom.dtype) for n in ("k", "v"))
         values = self.codec.encode(layer, k, v)
         for name in tail.data:  # what a pruner keeps per slot moves along
             if name not in ("k", "v"):
@@ -270,6 +275,9 @@ class Compressor:
             tk, tv = self.codec.read(layer, p.gather(tile, layer, self.names), p.scratch)
         else:
             tk, tv = p.gather(tile, layer, ("k", "v")).values()
+            if tk.dtype != self.geom.dtype:
+                wide = (p.scratch.get(f"tail.{n}", tuple(tk.shape), self.geom.dtype) for n in "kv")
+                tk, tv = (to.copy_(x) for to, x in zip(wide, (tk, tv)))
         if tile.junk is not None:
             for x in (tk, tv):
                 x.view(-1, x.shape[-1]).index_fill_(0, tile.junk, 0)

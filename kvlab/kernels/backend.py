@@ -45,7 +45,8 @@ class Layers(Protocol):
         wrong."""
 
     def seal(self, i: int, k: Tensor, v: Tensor, src: Tensor, dst: Tensor) -> bool:
-        """Encode block rows src of exact k, v [rows, B * D] to block rows dst. False as in `append`."""
+        """Encode block rows src of exact k, v [rows, B * D], of any float type, to block rows dst. False as in
+        `append`."""
 
 
 class Moves(Protocol):
@@ -65,7 +66,7 @@ class Backend(Moves, Protocol):
     fixes: bool
 
     def takes(self, dtype: torch.dtype) -> bool:
-        """Whether queries, outputs and exact tails may have this type."""
+        """Whether queries and outputs may have this type."""
 
     def layers(
         self, fmt: Format, arrays: dict[str, Tensor], block: int, layers: list[int], group_of: np.ndarray,

@@ -43,6 +43,15 @@ def finite(*meta: Tensor) -> bool:
     return math.isfinite(total.item())
 
 
+def stored(who: str, layer: int, key: str, dtype: torch.dtype, **sides: Tensor) -> dict[str, Tensor]:
+    """Keys and values [M, Hk, t, D] in a float type. Only float16 lacks the others' range: there, as in `refuse`."""
+    out = {n: x.to(dtype) for n, x in sides.items()}
+    widens = any(x.dtype != dtype for x in sides.values())
+    if dtype == torch.float16 and widens and not finite(*out.values()):
+        refuse(who, layer, key, **{n: (sides[n], x) for n, x in out.items()})
+    return out
+
+
 def refuse(who: str, layer: int, key: str | None, **sides: tuple[Tensor, Tensor]) -> None:
     """After `finite` said False: raises NonFinite or MetaOverflow and says where; returns when all is well after all.
 

@@ -41,12 +41,7 @@ class Full(Codec):
         return kv_regions(geom, self.stored)
 
     def encode(self, layer: int, k: Tensor, v: Tensor) -> Page:
-        if k.dtype == self.stored:
-            return {"k": k, "v": v}
-        ks, vs = k.to(self.stored), v.to(self.stored)
-        if self.stored == torch.float16 and not meta.finite(ks, vs):  # the one type that lacks the others' range
-            meta.refuse("full", layer, "dtype", k=(k, ks), v=(v, vs))
-        return {"k": ks, "v": vs}
+        return meta.stored("full", layer, "dtype", self.stored, k=k, v=v)
 
     def decode(self, layer: int, page: Page) -> tuple[Tensor, Tensor]:
         return page["k"].float(), page["v"].float()

@@ -8,7 +8,8 @@ Stored   k               uint8 [Hk, B, D bits_k/8]    codes, packed over the cha
          v               uint8 [Hk, B, D bits_v/8]    codes, rows of whole groups packed in order `split`
          v_step, v_zero  fp16 [Hk, B, D/group]        per token and `group` consecutive channels
 Bytes    D bits_k/8 + 4D/group + D bits_v/8 + 4D/group per token and kv head, without the exact tail:
-         48 at D=64, 2 bits, group=32 (3 bits an element); fp16: 256
+         48 at D=64, 2 bits, group=32 (3 bits an element); fp16: 256. A token of the tail: 4D in 16 bits, as in the
+         paper (window_dtype=float16 or bfloat16, or a model of 16 bits), 8D in float32
 Error    |x - decode(x)| <= max(step/2, max(u|zero|, e0) + (2**bits-1) max(u step, e0)),  u = 2**-11, e0 = 2**-25
 Keys     post-RoPE. Groups are aligned to absolute positions; a sealed block depends only on its own tokens, but after a
          prefix hit the last `residual` tokens exist as codes only, where a cold run had them exact
@@ -41,6 +42,7 @@ class Kivi(Codec):
     group: int = 32
     residual: int = 128
     window: str = "unified"
+    window_dtype: str = "model"
     meta_dtype: str = "float16"
 
     scope = "block"
@@ -68,6 +70,11 @@ class Kivi(Codec):
         if self.window != "unified":
             raise ConfigError(f"kivi: window={self.window!r} is unknown; use unified.")
         self.meta = meta.dtype_of("kivi", "meta_dtype", self.meta_dtype)
+        if self.window_dtype != "model" and self.window_dtype not in meta.DTYPES:
+            raise ConfigError(
+                f"kivi: window_dtype={self.window_dtype!r} is unknown. Use model (the model's own type, "
+                f"{str(geom.dtype)[6:]} for {geom.model}), {', '.join(meta.DTYPES)}."
+            )
         self.channel_k = lookup.order(geom.D, self.bits_k)
         parts = 8 // packing.planes(self.bits_v)[0]
         self.pack_v = max(
@@ -88,6 +95,9 @@ class Kivi(Codec):
             Region("v_step", self.meta, per_token, "token", "metadata"),
             Region("v_zero", self.meta, per_token, "token", "metadata"),
         )
+
+    def tail_dtype(self) -> torch.dtype:
+        return meta.DTYPES.get(self.window_dtype, self.geom.dtype)
 
     def encode(self, layer: int, k: Tensor, v: Tensor) -> Page:
         kg, vg = k.unflatten(-2, (-1, self.group)), v.unflatten(-1, (-1, self.group))
@@ -149,4 +159,5 @@ class Kivi(Codec):
         return Format((k,), v)
 
     def label(self) -> str:
-        return f"kivi k{self.bits_k} v{self.bits_v} g{self.group} r{self.residual}"
+        kind = "" if self.window_dtype == "model" else f" {self.window_dtype}"
+        return f"kivi k{self.bits_k} v{self.bits_v} g{self.group} r{self.residual}{kind}"

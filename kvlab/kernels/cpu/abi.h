@@ -26,5 +26,5 @@ KV_API int32_t kv_attend_all(const kv_source* source, int32_t sources, const flo
                              int32_t threads);
 KV_API int32_t kv_append(const kv_format* f, const float* k, int64_t k_head, int64_t k_row, const float* v, int64_t v_head, int64_t v_row,
                          const int64_t* rows, int64_t capacity, int32_t T, int32_t threads);
-KV_API int32_t kv_seal(const kv_format* f, const float* k, const float* v, const int64_t* src, int64_t src_rows, const int64_t* dst,
+KV_API int32_t kv_seal(const kv_format* f, int32_t kind, const void* k, const void* v, const int64_t* src, int64_t src_rows, const int64_t* dst,
                        int64_t dst_rows, int32_t count, int32_t threads);

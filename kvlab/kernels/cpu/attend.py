@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvlab.kernels import move
-from kvlab.kernels.cpu.structs import Bound, accept, dense_rows, kv_format, kv_view, prototypes
+from kvlab.kernels.cpu.structs import Bound, accept, dense_rows, float_kind, kv_format, kv_view, prototypes
 from kvlab.kernels.format import Format
 
 _FORMAT, _VIEW = ctypes.sizeof(kv_format), ctypes.sizeof(kv_view)
@@ -166,11 +166,10 @@ class Layers:
         return not bad
 
     def seal(self, i: int, k: Tensor, v: Tensor, src: Tensor, dst: Tensor) -> bool:
-        """Encode whole blocks: block rows src int64 [M] of the exact k, v float32 [rows, B * D] to block rows dst [M].
-        False as in `append`."""
-        dense_rows(k, v)
+        """Encode whole blocks: block rows src int64 [M] of the exact k, v [rows, B * D], float32 or 16 bits, to block
+        rows dst [M]. False as in `append`."""
         bad = self.lib.kv_seal(
-            self.formats[i], k.data_ptr(), v.data_ptr(), src.data_ptr(), len(k), dst.data_ptr(),
+            self.formats[i], float_kind(k, v), k.data_ptr(), v.data_ptr(), src.data_ptr(), len(k), dst.data_ptr(),
             self.tokens // self.block, len(src), torch.get_num_threads(),
         )  # fmt: skip
         if bad < 0:

@@ -6,7 +6,7 @@
 #ifndef KV_SOURCE_HASH
 #define KV_SOURCE_HASH ""
 #endif
-KV_API int32_t kv_abi() { return 4; }
+KV_API int32_t kv_abi() { return 5; }
 KV_API const char* kv_source_hash() { return KV_SOURCE_HASH; }
 KV_API const char* kv_isa() {
 #if KV_AVX512
@@ -184,19 +184,29 @@ KV_API int32_t kv_append(const kv_format* f, const float* k, int64_t k_head, int
   return bad;
 }
 
-// Encodes whole blocks: block rows src [count] of the exact arrays k, v [rows, B, width] to block rows dst [count]. Returns
-// the number of bad vectors or blocks, as kv_append does.
-KV_API int32_t kv_seal(const kv_format* f, const float* k, const float* v, const int64_t* src, int64_t src_rows, const int64_t* dst,
+// n numbers of kind KV_F32, KV_BF16 or KV_F16 from the first on; n a multiple of 16.
+static const float* as_floats(int32_t kind, const void* p, int64_t first, int64_t n) {
+  if (kind == KV_F32) return (const float*)p + first;
+  float* out = buffer().get((size_t)n);
+  const uint16_t* from = (const uint16_t*)p + first;
+  for (int64_t i = 0; i < n; i += 16) store(out + i, kind == KV_BF16 ? load_bf16(from + i) : load_half(from + i));
+  return out;
+}
+
+// Encodes whole blocks: block rows src [count] of the exact arrays k, v [rows, B, width], of a kind of float, to block rows
+// dst [count]. Returns the number of bad vectors or blocks, as kv_append does.
+KV_API int32_t kv_seal(const kv_format* f, int32_t kind, const void* k, const void* v, const int64_t* src, int64_t src_rows, const int64_t* dst,
                        int64_t dst_rows, int32_t count, int32_t threads) {
   if (f->size != (int32_t)sizeof(kv_format)) return KV_BAD_SIZE;
-  if (f->keys != 1 || !f->k[0].fit || !f->v.fit || f->turn || f->back) return KV_BAD_FORMAT;
+  if (f->keys != 1 || !f->k[0].fit || !f->v.fit || f->turn || f->back || kind < KV_F32 || kind > KV_F16) return KV_BAD_FORMAT;
   for (int i = 0; i < count; i++)
     if (src[i] < 0 || src[i] >= src_rows || dst[i] < 0 || dst[i] >= dst_rows) return KV_BAD_TABLE;
   int32_t bad = 0;
 #pragma omp parallel for schedule(static) reduction(+ : bad) num_threads(threads) if (threads > 1 && count > 1)
   for (int i = 0; i < 2 * count; i++) {
     const kv_side& s = i % 2 ? f->v : f->k[0];
-    const float* x = (i % 2 ? v : k) + src[i / 2] * f->block * s.width;
+    const int64_t n = (int64_t)f->block * s.width;
+    const float* x = as_floats(kind, i % 2 ? v : k, src[i / 2] * n, n);
     if (s.axis == KV_BLOCK) bad += !put_block(s, x, f->block, dst[i / 2]);
     else
       for (int t = 0; t < f->block; t++) bad += !put(s, x + (int64_t)t * s.width, {}, dst[i / 2] * f->block + t);

@@ -130,8 +130,8 @@ struct kv_moved {  // blocks that are encoded after the writes
   const kv_format* const* format;
   const int64_t* const* src;
   const int64_t* const* dst;
-  const float *k, *v;
-  int64_t src_rows, dst_rows, count;
+  const void *k, *v;
+  int64_t kind, src_rows, dst_rows, count;
 };
 struct kv_read {  // in this order; join: what the rows of the one before read besides
   const kv_format* const* format;
@@ -166,7 +166,7 @@ KV_API int32_t kv_step(const kv_turn* s) {
     for (const kv_write* w = s->write; !code && w < s->write + s->writes; w++)
       if (w->format[l]) code = kv_append(w->format[l], k, s->dim, s->qkv_row, v, s->dim, s->qkv_row, w->rows[l], w->capacity, s->T, s->threads);
     for (const kv_moved* m = s->move; !code && m < s->move + s->moves; m++)
-      if (m->format[l]) code = kv_seal(m->format[l], m->k, m->v, m->src[l], m->src_rows, m->dst[l], m->dst_rows, (int32_t)m->count, s->threads);
+      if (m->format[l]) code = kv_seal(m->format[l], (int32_t)m->kind, m->k, m->v, m->src[l], m->src_rows, m->dst[l], m->dst_rows, (int32_t)m->count, s->threads);
     if (code > 0) return 1 + l;
     for (int i = 0; !code && i < s->reads;) {
       kv_source source[MAX_SOURCES];

@@ -63,6 +63,14 @@ def dense_rows(*tensors: Tensor) -> None:
         assert t.dtype == torch.float32 and t.stride(-1) == 1, f"{t.dtype} {t.stride()}: not dense float32 rows"
 
 
+def float_kind(*tensors: Tensor) -> int:
+    """What `kind` means to the kernels, of contiguous tensors of one float type."""
+    name = str(tensors[0].dtype).removeprefix("torch.")
+    same = all(t.dtype == tensors[0].dtype and t.is_contiguous() for t in tensors)
+    assert same and name in ("float32", "bfloat16", "float16"), f"{name}: not contiguous floats of one type"
+    return KINDS[name]
+
+
 def prototypes(lib: ctypes.CDLL) -> ctypes.CDLL:
     """Argument types of every entry point: a wrong call fails in Python."""
     f, v, p, i, n = POINTER(kv_format), POINTER(kv_view), c_void_p, c_int32, c_int64
@@ -74,7 +82,7 @@ def prototypes(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.kv_attend.argtypes, lib.kv_attend.restype = [f, v, p, n, n, p, n, n, p, n, n, i, p, n, i], i
     lib.kv_attend_all.argtypes, lib.kv_attend_all.restype = [p, i, p, n, n, p, n, n, p, n, n, i, p, n, i], i
     lib.kv_append.argtypes, lib.kv_append.restype = [f, p, n, n, p, n, n, p, n, i, i], i
-    lib.kv_seal.argtypes, lib.kv_seal.restype = [f, p, p, p, n, p, n, i, i], i
+    lib.kv_seal.argtypes, lib.kv_seal.restype = [f, i, p, p, p, n, p, n, i, i], i
     lib.kv_mass.argtypes, lib.kv_mass.restype = [f, v, p, n, n, p, n, n, p, i, i], i
     return lib
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvlab.kernels.cpu.attend import Layers, View
 from kvlab.kernels.cpu.dense import Step, padded
-from kvlab.kernels.cpu.structs import accept
+from kvlab.kernels.cpu.structs import accept, float_kind
 
 
 class kv_write(Structure):
@@ -23,7 +23,7 @@ class kv_write(Structure):
 class kv_moved(Structure):
     _fields_ = [
         ("format", c_void_p), ("src", c_void_p), ("dst", c_void_p), ("k", c_void_p), ("v", c_void_p),
-        ("src_rows", c_int64), ("dst_rows", c_int64), ("count", c_int64),
+        ("kind", c_int64), ("src_rows", c_int64), ("dst_rows", c_int64), ("count", c_int64),
     ]  # fmt: skip
 
 
@@ -65,8 +65,8 @@ class Turn:
     def move(self, to: Layers, k: Tensor, v: Tensor, src: Tensor, dst: Tensor) -> None:
         """As Layers.seal: src, dst int64 [layers of the class, M]."""
         at = self._by_layer(to, src), self._by_layer(to, dst)
-        rows = len(k), to.tokens // to.block
-        self.moves.append(kv_moved(self._formats(to), *at, k.data_ptr(), v.data_ptr(), *rows, src.shape[1]))
+        size = len(k), to.tokens // to.block, src.shape[1]
+        self.moves.append(kv_moved(self._formats(to), *at, k.data_ptr(), v.data_ptr(), float_kind(k, v), *size))
 
     def read(self, source: Layers, view: View, join: bool) -> None:
         self._floats = source.admit(view) + self._floats * join
