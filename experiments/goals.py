@@ -34,7 +34,7 @@ ATTENTION = [  # (codec, shape, context, at least) against the best contiguous b
     ("full bfloat16", "SmolLM2-135M", 32768, 1.0), ("full bfloat16", "Llama-3-8B", 32768, 0.8),
 ]  # fmt: skip
 LOW_BITS = [("turboquant 2", 0.9), ("turboquant 3", 0.75), ("int2 g64", 0.9), ("int3 g64", 0.75)]  # against 4 bit
-PREFILL = 0.9
+PREFILL, PRUNERS = {"codecs": 0.9, "pruners": 0.8}, ("snapkv", "h2o", "streaming_llm", "random")
 REST_MS = 2.5  # of a step outside linears and attention
 
 Goal = tuple[str, float | None, float]  # what, ratio (None: no rows), at least
@@ -60,7 +60,8 @@ def goals(folder: Path) -> Iterator[Goal]:
     for bench in ("prefill_llamacpp", "prefill"):
         for r in faster.rows(bench, folder):
             if r["side"].startswith("kvlab"):
-                yield f"{r.get('best_peer', r['peer'])} / {r['side']}, prompt of {r['context']:,}", r["ratio"], PREFILL
+                least = PREFILL["pruners" if any(p in r["side"] for p in PRUNERS) else "codecs"]
+                yield f"{r.get('best_peer', r['peer'])} / {r['side']}, prompt of {r['context']:,}", r["ratio"], least
     for r in faster.rows("overhead", folder):
         if r["batch"] == 1:
             rest = max(r["ms_rest"], 0.01)  # a difference of medians

@@ -121,8 +121,8 @@ def writes(r: random.Random, cache: Cache, layers: Layers) -> None:
             ok = layers.append(0, k, v, at)
             assert ok == (bad is None) or cache.codec.family == "full", "a number that is none was written"
     if layers.seals:
-        exact = [torch.randn(r.randint(3, 9), B * D) for _ in "kv"]
-        exact[1] = torch.randn_like(exact[0])
+        shape, dtype = (r.randint(3, 9), B * D), r.choice((torch.float32, torch.bfloat16, torch.float16))
+        exact = [torch.randn(shape).to(dtype) for _ in "kv"]
         src = torch.randint(0, len(exact[0]), (r.randint(1, min(4, blocks)),))
         src[-1] = len(exact[0]) - 1
         dst = torch.randperm(blocks)[: len(src)]
