@@ -24,7 +24,7 @@ class NonFinite(KvlabError, ValueError):
 
 
 class MetaOverflow(KvlabError, ValueError):
-    """A scale, zero or norm does not fit its storage type."""
+    """A number, or its scale, zero or norm, does not fit its storage type."""
 
     exit_code = 2
 
@@ -67,8 +67,9 @@ def refuse(who: str, layer: int, key: str | None, **sides: tuple[Tensor, Tensor]
         if not torch.isfinite(stored).all():
             value, at = _locate(x, size)
             raise MetaOverflow(
-                f"{who}: layer {layer} {side}: a scale, zero or norm does not fit {str(stored.dtype)[6:]}; "
-                f"the largest input is {value:.4g} at {at}. Use method.{key}=float32 (2 bytes more each)."
+                f"{who}: layer {layer} {side}: a number, or its scale, zero or norm, does not fit "
+                f"{str(stored.dtype)[6:]}; the largest input is {value:.4g} at {at}. Use method.{key}=float32 (2 bytes "
+                "more each)."
             )
 
 

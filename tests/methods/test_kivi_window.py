@@ -24,6 +24,12 @@ TYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 PROMPT = torch.randint(0, 256, (90,), generator=torch.Generator().manual_seed(3)).tolist()
 
 
+class Strict(Kivi):
+    def encode(self, layer, k, v):
+        assert k.dtype == v.dtype == torch.float32, "a codec is given the model's type, whatever the window holds"
+        return super().encode(layer, k, v)
+
+
 def engine(codec, kernels: str, model=None) -> Engine:
     model = model or tiny_model("tiny_llama", head_dim=64)
     run = LeanRunner(model, kernels=kernels)
@@ -51,7 +57,7 @@ def stored(codec, kernels: str) -> tuple[dict[str, torch.Tensor], dict[str, torc
 def test_the_window_holds_rounded_numbers_and_codes_are_made_of_them(name, kernels):
     """Fails when the window stays in the model's type, or a block is encoded from what the window no longer holds."""
     exact, _ = stored(Full(), kernels)  # three blocks
-    codec = Kivi(window_dtype=name, residual=32)
+    codec = Strict(window_dtype=name, residual=32)
     body, tail = stored(codec, kernels)  # one sealed, two in the tail
     assert body["k"].shape[0] == 1 and {x.dtype for x in tail.values()} == {TYPES[name]}
     last = len(PROMPT) % 32
@@ -104,7 +110,7 @@ def test_a_number_that_float16_lacks_is_refused_and_nothing_is_kept(kernels):
         model.model.layers[1].self_attn.v_proj.weight.mul_(1e8)
     run = engine(Kivi(window_dtype="float16"), kernels, model)
     run.add(PROMPT, Sampling(max_tokens=4))
-    with pytest.raises(MetaOverflow, match=r"layer 1 v.*method\.window_dtype=float32"):
+    with pytest.raises(MetaOverflow, match=r"^kivi: layer 1 v.*method\.window_dtype=float32"):
         run.run()
     assert not run.busy and all(t.pool.used == t.tail_pool.used == 0 for t in run.cache.classes)
     wide = engine(Kivi(window_dtype="bfloat16", meta_dtype="float32"), kernels, model)

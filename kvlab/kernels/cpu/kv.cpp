@@ -97,7 +97,7 @@ KV_API int64_t kv_workspace(const kv_format* f, const kv_view* s) {
   return (int64_t)s->N * f->heads * (splits(*f, *s) * part_floats(*f) + f->group * key_lanes(*f));
 }
 
-// q, out [row, head, channel], lse [row, head] (natural log; zeros and -inf where nothing is seen) of the rows of one or
+// q, out [row, head, channel], lse [row, head] (natural log; zeros and -inf where nothing is seen) of the rows of one
 // or more views, over what they see of all: a window's few slots keep a thread busy beside the splits of a long body.
 // join: out and lse hold a partial over other keys already.
 KV_API int32_t kv_attend_all(const kv_source* source, int32_t sources, const float* q, int64_t q_head, int64_t q_row, float* out, int64_t out_head,
