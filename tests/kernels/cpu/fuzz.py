@@ -73,6 +73,9 @@ def case(seed: int, library) -> str:
     q = pages.queries(cache, rows, seed)
     got = pages.attend(cache, layers, rows, q)
     pages.assert_exact(cache, rows, q, got, far=FAR)
+    first, second = pages.halves(rows, np.full(rows.hi.shape, r.randrange(max(lengths) + 1)))
+    want = pages.attend(cache, layers, second, q, into=pages.attend(cache, layers, first, q))
+    assert all(torch.equal(a, b) for a, b in zip(pages.attend_all(cache, layers, [first, second], q), want)), "together"
     columns = r.choice((cache.table.shape[2] * block, max(lengths), 1, 77))
     mass = layers.mass(0, rows.view(cache.table), q.float(), got[1], columns)
     assert not mass.isnan().any(), "mass"

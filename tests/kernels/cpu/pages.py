@@ -146,6 +146,11 @@ class Rows:
         return View.of(table, self.lo, self.hi, self.first, np.array(self.count))
 
 
+def halves(rows: Rows, at: np.ndarray) -> list[Rows]:
+    """What each row sees, cut at slot `at`."""
+    return [Rows(rows.count, rows.lo, np.minimum(rows.hi, at)), Rows(rows.count, np.maximum(rows.lo, at), rows.hi)]
+
+
 def arrays_of(view: View) -> dict[str, np.ndarray]:
     """The arrays of a view, where they lie."""
     s = view.struct
@@ -199,4 +204,19 @@ def attend(cache: Cache, layers: Layers, rows: Rows, q: Tensor, layer: int = 0, 
     out, lse = into or (torch.full(q.shape, torch.nan), torch.full(q.shape[:2], torch.nan))
     view = rows.view(cache.table if table is None else table)
     layers.attend(layer, view, q.float(), out, lse, join=into is not None)
+    return out, lse
+
+
+def attend_all(cache: Cache, layers: Layers, parts: list[Rows], q: Tensor) -> tuple[Tensor, Tensor]:
+    """`attend` over what all parts see, which are of the same rows: one call of the kernels."""
+    q, out, lse = q.float(), torch.full(q.shape, torch.nan), torch.full(q.shape[:2], torch.nan)
+    views, fmt = [p.view(cache.table) for p in parts], layers.formats[0]
+    source = [ctypes.addressof(x) for view in views for x in (fmt, view.struct)]
+    work = torch.empty(sum(layers.lib.kv_workspace(fmt, view.struct) for view in views))
+    code = layers.lib.kv_attend_all(
+        (ctypes.c_void_p * len(source))(*source), len(parts), q.data_ptr(), q.stride(1), q.stride(0), out.data_ptr(),
+        out.stride(1), out.stride(0), lse.data_ptr(), lse.stride(1), lse.stride(0), 0, work.data_ptr(), len(work),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    assert code == 0, f"refused: {code}"
     return out, lse

@@ -36,11 +36,6 @@ def make(request, library):
     return build
 
 
-def halves(rows: Rows, at: np.ndarray) -> list[Rows]:
-    """What each row sees, cut at slot `at`."""
-    return [Rows(rows.count, rows.lo, np.minimum(rows.hi, at)), Rows(rows.count, np.maximum(rows.lo, at), rows.hi)]
-
-
 @pytest.mark.parametrize("count", [[1, 1, 1], [1, 60, 7]])
 def test_two_partials_join_to_the_whole(make, count):
     """Cuts anywhere, empty halves on either side and on both. Fails when outputs are averaged instead of weighted, or a
@@ -50,10 +45,23 @@ def test_two_partials_join_to_the_whole(make, count):
     rows.lo[2, :, 0] = rows.hi[2, :, 0]  # sees nothing at all
     q, gen = pages.queries(cache, rows), np.random.default_rng(0)
     for at in (0, 1000, gen.integers(0, 300, rows.hi.shape), np.full(rows.hi.shape, 64)):
-        first, second = halves(rows, np.broadcast_to(at, rows.hi.shape))
+        first, second = pages.halves(rows, np.broadcast_to(at, rows.hi.shape))
         got = pages.attend(cache, layers, first, q)
         pages.assert_exact(cache, first, q, got)
         pages.assert_exact(cache, rows, q, pages.attend(cache, layers, second, q, into=got))
+
+
+@pytest.mark.parametrize("count", [[1, 1, 1], [1, 60, 7]])
+def test_two_sources_in_one_call_are_two_calls(make, count):
+    """To the bit, for decoding rows and chunks. Fails when a source reads the other's queries, splits or scratch."""
+    cache, layers = make()
+    rows, gen = Rows.last(count, LENGTHS, 200), np.random.default_rng(1)
+    q = pages.queries(cache, rows)
+    for at in (0, 1000, 64, gen.integers(0, 300, rows.hi.shape)):
+        first, second = pages.halves(rows, np.broadcast_to(at, rows.hi.shape))
+        want = pages.attend(cache, layers, second, q, into=pages.attend(cache, layers, first, q))
+        got = pages.attend_all(cache, layers, [first, second], q)
+        assert all(torch.equal(a, b) for a, b in zip(got, want)), at
 
 
 @pytest.mark.parametrize("count", [1, 9])
@@ -63,7 +71,7 @@ def test_a_half_with_all_the_weight_takes_all_in_either_order(make, count):
     rows = Rows([count], np.zeros((1, 1, count), int), np.full((1, 1, count), 300))
     q = pages.queries(cache, rows, size=1000.0)
     for order in (1, -1):
-        first, second = halves(rows, np.full(rows.hi.shape, 150))[::order]
+        first, second = pages.halves(rows, np.full(rows.hi.shape, 150))[::order]
         got = pages.attend(cache, layers, first, q)
         pages.assert_exact(cache, rows, q, pages.attend(cache, layers, second, q, into=got))
 
