@@ -180,6 +180,7 @@ class Compressor:
             self._seal(layer, p)
 
     def _exact(self, layer: int, k: Tensor, v: Tensor) -> dict[str, Tensor]:
+        """k, v as the exact tail holds them."""
         return meta.stored(type(self.codec).__name__.lower(), layer, "window_dtype", self.tail_dtype, k=k, v=v)
 
     def _seal(self, layer: int, p: Pages) -> None:
