@@ -18,8 +18,8 @@ WINDOW = {"window_dtype": "bfloat16"}  # the exact part in the type of the cache
 CODECS = {
     "fp8": ("fp8", {}), "int8": ("int8", {}), "int4": ("int4", {}), "int3": ("int4", {"bits": 3}),
     "int2": ("int4", {"bits": 2}), "kivi 4": ("kivi", {"bits_k": 4, "bits_v": 4, **WINDOW}), "kivi 2": ("kivi", WINDOW),
-    "kivi 3": ("kivi", {"bits_k": 3, "bits_v": 3, **WINDOW}), "turboquant 5": ("turboquant", {"bits_k": 5, "bits_v": 5}),
-    "turboquant prod": ("turboquant", {"variant": "prod"}),
+    "kivi 3": ("kivi", {"bits_k": 3, "bits_v": 3, **WINDOW}),
+    "turboquant 5": ("turboquant", {"bits_k": 5, "bits_v": 5}), "turboquant prod": ("turboquant", {"variant": "prod"}),
     "turboquant 4": ("turboquant", {}), "turboquant 3": ("turboquant", {"bits_k": 3, "bits_v": 3}),
     "turboquant 2": ("turboquant", {"bits_k": 2, "bits_v": 2}), "int4 fast": ("int4", {}),
     "turboquant 4 fast": ("turboquant", {}),
