@@ -35,8 +35,9 @@ class Side:
     fit      how a vector's scale is found when it is written, each step in float32:
              as_is (no scale) | absmax: max|x| / the largest code or number | minmax: (max - min) / (2**bits - 1),
              zero = min | for a table, x = n z, z along Format.turn in cells between `edges`, the upper one's on an
-             edge: none, norm, eden_mse, eden_unbiased, const_unbiased (n `factor`; see methods/turboquant.py) | "": no
-             kernel writes it
+             edge: none, norm, eden_mse, eden_unbiased, const_unbiased (n `factor`; see methods/turboquant.py) | for the
+             last part of a key, sketch: signs of what the part before it (fit none) leaves of x / n, along columns of
+             its own; scale = n, scale2 = its length; the other columns are orthogonal | "": no kernel writes it
     """
 
     codes: str

@@ -261,11 +261,11 @@ class TurboQuant(Codec):
     # -- attention on packed pages: the rotated basis, channels in order ---------------------------------------------
     def page_format(self) -> Format:
         D, prod = self.geom.D, self.variant == "prod"
-        k = [self._side("k", "" if prod else self.scale)] if self.bits["k"] else []
+        k = [self._side("k", "none" if prod else self.scale)] if self.bits["k"] else []
         if prod:
             signs = torch.tensor([-self.factor, self.factor])
-            k.append(Side("k_sign", "codes", D, 1, D, "token", D, "k_norm", "k_gamma", table=signs))
-        v = self._side("v", "" if prod else self.scale)
+            k.append(Side("k_sign", "codes", D, 1, D, "token", D, "k_norm", "k_gamma", table=signs, fit="sketch"))
+        v = self._side("v", self.scale)
         turn = [self.pi[0]] if self.bits["k"] else []
         if prod:
             turn.append((self.sketch.double() @ self.pi[0].double()).float())

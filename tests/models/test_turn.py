@@ -18,6 +18,7 @@ from kvlab.errors import KvlabError
 from kvlab.kernels.cpu import isa
 from kvlab.kernels.cpu.turn import Turn
 from kvlab.methods.composed import compose
+from kvlab.methods.turboquant import TurboQuant
 from kvlab.models.geometry import geometry
 from kvlab.models.lean import LeanRunner
 from kvlab.models.tiny import tiny_model
@@ -61,7 +62,7 @@ def ran(monkeypatch) -> list[int]:
 def both(parts: tuple, monkeypatch, ran: list[int], variant: str = "auto", name: str = "tiny_llama", **cfg):
     """Scores of the same prompts layer by layer and in one call, and the two compressors."""
     run, geom = lean(variant, name, cfg.get("weights", "model"))
-    slow, fast = (compose([part(n) for n in parts]) for _ in "ab")
+    slow, fast = (compose([part(p) if isinstance(p, str) else p() for p in parts]) for _ in "ab")
     with monkeypatch.context() as m:
         m.setattr(slow, "turn", lambda pages: None)
         want = score(engine(slow, run, geom, variant, **cfg), PROMPTS, NEW)
@@ -77,6 +78,13 @@ def test_every_method_gives_the_bits_that_it_gives_layer_by_layer(name, variant,
     for a, b, x, y in zip(seqs, got_seqs, want, got):
         assert a.output == b.output and torch.equal(x, y)
     assert vars(slow.counters) == vars(fast.counters)
+
+
+def test_keys_of_two_parts_too(monkeypatch, ran):
+    prod = lambda: TurboQuant(bits_k=3, bits_v=3, variant="prod")  # noqa: E731
+    (_, want), (_, got), slow, fast = both((prod,), monkeypatch, ran, **MIXED)
+    assert ran and vars(slow.counters) == vars(fast.counters)
+    assert all(torch.equal(x, y) for x, y in zip(want, got))
 
 
 @pytest.mark.parametrize("pruner", PRUNERS)

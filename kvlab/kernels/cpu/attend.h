@@ -62,7 +62,7 @@ static void scores(const kv_format& f, const Sides& d, const Where& w, int R, co
         } else {
           const float* rows = fine || parts == 1 ? read_rows(k, d.k[i], d.of[i], w, at_token, 16, buf, fine) : buf;
           if (parts > 1) d.part[i]->rows(k.codes + at_token * k.row_bytes + p * part_bytes(k, parts), 16, buf);
-#define KV_CALL(N) dot16<N>(y + p * wp, ldy, rows, wp, dots[0], 16)
+#define KV_CALL(N) dot16<N>(y + p * wp, ldy, rows, wp, wp, dots[0], 16)
           KV_ROWS(R, KV_CALL)
 #undef KV_CALL
         }
@@ -173,18 +173,18 @@ struct Queries {  // q [row, head]: where query head h * G + g of packed row t i
   int64_t head, row;
 };
 
-// x [n] times m [n, width] -> out [width]; width a multiple of 16.
-static void times(const float* x, const float* m, int n, int width, float* out) {
+// x [n] times m [n, width], its rows `row` floats apart -> out [width]; width a multiple of 16.
+static void times(const float* x, const float* m, int n, int row, int width, float* out) {
   int c = 0;
   for (; c + 64 <= width; c += 64) {  // four sums at once: one alone would wait for itself
     X sum[4] = {set1(0.f), set1(0.f), set1(0.f), set1(0.f)};
     for (int i = 0; i < n; i++)
-      for (int k = 0; k < 4; k++) sum[k] = fma(set1(x[i]), load(m + (int64_t)i * width + c + 16 * k), sum[k]);
+      for (int k = 0; k < 4; k++) sum[k] = fma(set1(x[i]), load(m + (int64_t)i * row + c + 16 * k), sum[k]);
     for (int k = 0; k < 4; k++) store(out + c + 16 * k, sum[k]);
   }
   for (; c < width; c += 16) {
     X sum = set1(0.f);
-    for (int i = 0; i < n; i++) sum = fma(set1(x[i]), load(m + (int64_t)i * width + c), sum);
+    for (int i = 0; i < n; i++) sum = fma(set1(x[i]), load(m + (int64_t)i * row + c), sum);
     store(out + c, sum);
   }
 }
@@ -194,7 +194,8 @@ static void take(const kv_format& f, const Queries& q, int h, int g, int64_t row
   const float* from = q.q + (h * f.group + g) * q.head + row * q.row;
   alignas(64) float turned[MAX_SLOTS * 16];
   if (f.turn) {
-    times(from, f.turn + h * f.turn_head, f.dim, f.k[0].width + (f.keys > 1 ? f.k[1].width : 0), turned);
+    const int width = f.k[0].width + (f.keys > 1 ? f.k[1].width : 0);
+    times(from, f.turn + h * f.turn_head, f.dim, width, width, turned);
     from = turned;
   }
   for (int i = 0; i < f.keys; from += f.k[i].width, out += lanes(f.k[i]), i++) slot_order(f.k[i], from, f.scale * LOG2E, out);
@@ -204,7 +205,7 @@ static void give(const kv_format& f, int h, const float* x, float* out) {
   float* to = f.back ? stored : out;
   for (int c = 0; c < lanes(f.v); c++)
     if (f.v.channel[c] >= 0) to[f.v.channel[c]] = x[c];
-  if (f.back) times(stored, f.back + h * f.back_head, f.v.width, f.dim, out);
+  if (f.back) times(stored, f.back + h * f.back_head, f.v.width, f.dim, f.dim, out);
 }
 
 struct Output {

@@ -85,14 +85,13 @@ class Layers:
         self.bound = Bound(lib, fmt, arrays, block)
         self.G, self.Hk, self.dim = G, group_of.shape[1], fmt.v.width if fmt.back is None else fmt.back.shape[-1]
         self.turn, self.back, self.valid = fmt.turn, fmt.back, fmt.valid and arrays[fmt.valid]
-        written = len(fmt.k) == 1 and bool(fmt.k[0].fit and fmt.v.fit)
-        blocks = "block" in (fmt.k[0].axis, fmt.v.axis)
-        self.appends, self.seals = written and not blocks, written and fmt.turn is fmt.back is None
         self.layers = layers
         self.tokens = capacity * stride * block
         self.group_of = np.ascontiguousarray(group_of, np.int32)
         self.offset = np.ascontiguousarray(offset, np.int64)
         self.formats = [self._format(i, stride, scale, fast) for i in range(len(group_of))]
+        writes = self.lib.kv_writes(self.formats[0])
+        self.appends, self.seals = bool(writes & 1), bool(writes & 2)
         self._pointers = np.zeros(0, np.int64)
         self._work = torch.empty(0)
         self._checked: kv_view | None = None

@@ -13,7 +13,7 @@ import ctypes
 import sys
 from pathlib import Path
 
-ABI = 5  # of kv.cpp and step.cpp; a change of any struct or signature counts it up on both sides
+ABI = 6  # of kv.cpp and step.cpp; a change of any struct or signature counts it up on both sides
 
 
 class BadLibrary(Exception):

@@ -5,7 +5,7 @@
 #include "chunk.h"
 
 enum kv_fit : int32_t {  // how the scale of a vector is found; 0 = the kernels do not write this side
-  KV_AS_IS = 1, KV_ABSMAX, KV_MINMAX, KV_NORM_NONE, KV_NORM_KEEP, KV_EDEN_MSE, KV_EDEN_UNBIASED, KV_CONST_UNBIASED
+  KV_AS_IS = 1, KV_ABSMAX, KV_MINMAX, KV_NORM_NONE, KV_NORM_KEEP, KV_EDEN_MSE, KV_EDEN_UNBIASED, KV_CONST_UNBIASED, KV_SKETCH
 };
 
 namespace {
@@ -62,6 +62,8 @@ KV_INLINE float put_meta(const uint8_t* base, int32_t type, int64_t i, float x) 
   std::memcpy(p + 2 * i, &h, 2);
   return type == KV_F16 ? half_to_float(h) : bf16_to_float(h);
 }
+
+KV_INLINE uint8_t* row_of(const kv_side& s, int64_t token) { return const_cast<uint8_t*>(s.codes) + token * s.row_bytes; }
 
 // Codes of one row, [width], to planes.
 static void put_codes(const kv_side& s, const uint8_t* codes, uint8_t* row) {
@@ -148,39 +150,76 @@ static void cells_of(const kv_side& s, const float* z, int32_t* code) {
   }
 }
 
-struct Basis {  // in which a codec stores: z = x matrix, or x times its transpose
+struct Basis {  // in which a codec stores: z = x matrix, its rows `row` floats apart, or x times its transpose
   const float* matrix;
+  int row;
   bool transposed;
+  void take(const float* x, int width, float* z) const {
+    if (!transposed) times(x, matrix, width, row, width, z);
+    else for (int i = 0; i < width; i += 16) dot16<1>(x, 0, matrix + (int64_t)i * row, row, width, z + i, 0);
+  }
 };
 
-// x -> n = |x|, z = x / n in its basis, the cell of each coordinate (edges belong to the upper one), and the number stored.
-static bool put_table(const kv_side& s, const float* x, const Basis& basis, int64_t token, uint8_t* row) {
-  alignas(64) float unit[512], z[512];
-  uint8_t codes[512];
+// -> |x|, and x / |x|: zeros for a vector whose 1 / |x|, or the sum of it, may overflow.
+constexpr float NOTHING = 1e-30f;
+static float normed(const float* x, int width, float* unit) {
   float n = 0.f;
-  for (int c = 0; c < s.width; c++) n += x[c] * x[c];
+  for (int c = 0; c < width; c++) n += x[c] * x[c];
   n = std::sqrt(n);
-  if (!finite(n)) return false;
-  const bool nothing = n < 1e-30f;
-  for (int c = 0; c < s.width; c++) unit[c] = nothing ? 0.f : x[c] * (1.f / n);
-  if (!basis.transposed) times(unit, basis.matrix, s.width, s.width, z);
-  else for (int i = 0; i < s.width; i += 16) dot16<1>(unit, 0, basis.matrix + (int64_t)i * s.width, s.width, z + i, 0);
+  for (int c = 0; c < width; c++) unit[c] = n < NOTHING ? 0.f : x[c] * (1.f / n);
+  return n;
+}
+
+// The cells of z to planes, the first one everywhere for a vector of nothing; value: the numbers they stand for.
+static void put_cells(const kv_side& s, const float* z, bool nothing, int64_t token, float* value) {
   alignas(64) int32_t cell[512];
+  uint8_t codes[512];
   cells_of(s, z, cell);
+  for (int c = 0; c < s.width; c++) value[c] = s.table[cell[c]], codes[c] = (uint8_t)(nothing ? 0 : cell[c]);
+  put_codes(s, codes, row_of(s, token));
+}
+
+// x -> n = |x|, z = x / n in its basis, the cell of each coordinate (edges belong to the upper one), and the number stored.
+static bool put_table(const kv_side& s, const float* x, const Basis& basis, int64_t token) {
+  alignas(64) float unit[512], z[512], value[512];
+  const float n = normed(x, s.width, unit);
+  if (!finite(n)) return false;
+  const bool nothing = n < NOTHING;
+  basis.take(unit, s.width, z);
+  put_cells(s, z, nothing, token, value);
   float dot = 0.f, square = 0.f;
-  for (int c = 0; c < s.width; c++) {
-    const float value = s.table[cell[c]];
-    codes[c] = (uint8_t)(nothing ? 0 : cell[c]);
-    dot += z[c] * value, square += value * value;
-  }
+  for (int c = 0; c < s.width; c++) dot += z[c] * value[c], square += value[c] * value[c];
   float keep = n;
   if (s.fit == KV_NORM_KEEP) keep = n / std::sqrt(square);
   if (s.fit == KV_EDEN_MSE) keep = n * dot / square;
   if (s.fit == KV_EDEN_UNBIASED) keep = n / dot;
   if (s.fit == KV_CONST_UNBIASED) keep = n * s.factor;
-  const float stored = put_meta(s.scale, s.meta, token, nothing ? 0.f : keep);
-  put_codes(s, codes, row);
-  return finite(stored);
+  return finite(put_meta(s.scale, s.meta, token, nothing ? 0.f : keep));
+}
+
+// A key whose last part is a sketch: n = |x|, of both parts, and the cells of z, if there is one for them; the signs of what
+// those leave of x / n, along the sketch's columns of the basis, and its length. The basis is orthogonal but for these.
+static bool put_sketch(const kv_format& f, const float* x, const float* turn, int64_t token) {
+  alignas(64) float rest[512], z[512], value[512];
+  const kv_side& s = f.k[f.keys - 1];
+  const int W = s.width, row = W * f.keys;
+  uint8_t signs[512];
+  const float n = normed(x, W, rest);
+  if (!finite(n)) return false;
+  const bool nothing = n < NOTHING;
+  float left = 0.f;
+  if (f.keys == 2) {
+    Basis{turn, row, false}.take(rest, W, z);
+    put_cells(f.k[0], z, nothing, token, value);
+    for (int c = 0; c < W; c++) value[c] = z[c] - value[c], left += value[c] * value[c];
+    Basis{turn, row, true}.take(value, W, rest);
+  } else
+    for (int c = 0; c < W; c++) left += rest[c] * rest[c];
+  Basis{turn + (row - W), row, false}.take(rest, W, z);
+  for (int c = 0; c < W; c++) signs[c] = !nothing && z[c] >= 0.f;
+  put_codes(s, signs, row_of(s, token));
+  put_meta(s.scale2, s.meta, token, nothing ? 0.f : std::sqrt(left));
+  return finite(put_meta(s.scale, s.meta, token, nothing ? 0.f : n));
 }
 
 // A block of one head: steps per channel over `group` tokens. x [B, width].
@@ -209,7 +248,7 @@ static bool put_block(const kv_side& s, const float* x, int block, int64_t row) 
         const float q = std::nearbyint((x[t * W + c] - lo[c]) / by[c]);
         codes[c] = (uint8_t)(q < 0.f ? 0.f : q > (float)top ? (float)top : q);
       }
-      put_codes(s, codes, const_cast<uint8_t*>(s.codes) + (row * block + g * s.group + t) * s.row_bytes);
+      put_codes(s, codes, row_of(s, row * block + g * s.group + t));
     }
   }
   return ok;
@@ -217,8 +256,32 @@ static bool put_block(const kv_side& s, const float* x, int block, int64_t row) 
 
 // One token of one head; false when something does not fit its type or is not a number.
 static bool put(const kv_side& s, const float* x, const Basis& basis, int64_t token) {
-  uint8_t* row = const_cast<uint8_t*>(s.codes) + token * s.row_bytes;
-  if (s.fit == KV_AS_IS) return put_plain(s, x, row);
-  return s.fit <= KV_MINMAX ? put_scaled(s, x, token, row) : put_table(s, x, basis, token, row);
+  if (s.fit == KV_AS_IS) return put_plain(s, x, row_of(s, token));
+  return s.fit <= KV_MINMAX ? put_scaled(s, x, token, row_of(s, token)) : put_table(s, x, basis, token);
+}
+static bool put_key(const kv_format& f, const float* x, int h, int64_t token) {
+  const float* turn = f.turn ? f.turn + h * f.turn_head : nullptr;
+  return f.k[f.keys - 1].fit == KV_SKETCH ? put_sketch(f, x, turn, token) : put(f.k[0], x, {turn, f.dim, false}, token);
+}
+static bool put_value(const kv_format& f, const float* x, int h, int64_t token) {
+  return put(f.v, x, {f.back ? f.back + h * f.back_head : nullptr, f.dim, true}, token);
+}
+
+// Whether `put` writes a side, along a basis or not: its arrays, tables and sizes are there.
+static bool writes(const kv_side& s, bool turned, int dim) {
+  if (s.scale2 && s.fit != KV_SKETCH) return false;
+  switch (s.fit) {
+    case KV_AS_IS: return !turned && s.kind <= KV_F16;
+    case KV_ABSMAX: return !turned && s.kind >= KV_E4M3 && s.kind <= KV_I8 && s.axis == KV_TOKEN;
+    case KV_MINMAX: return !turned && s.kind == KV_UNIFORM && s.axis != KV_NONE && s.zero;
+  }
+  if (s.fit < KV_MINMAX || s.fit > KV_SKETCH || !turned || s.width != dim || s.axis != KV_TOKEN || s.group != s.width) return false;
+  return s.kind == KV_TABLE && (s.fit == KV_SKETCH ? s.bits == 1 && s.scale2 : s.edges != nullptr);
+}
+static bool writes_all(const kv_format& f) {
+  for (int i = 0; i < f.keys; i++)
+    if (!writes(f.k[i], f.turn, f.dim)) return false;
+  const bool parts = f.keys == 1 || (f.k[0].fit == KV_NORM_NONE && f.k[1].fit == KV_SKETCH && f.k[0].scale == f.k[1].scale);
+  return parts && writes(f.v, f.back, f.dim) && f.v.fit != KV_SKETCH;
 }
 }  // namespace

@@ -6,7 +6,7 @@
 #ifndef KV_SOURCE_HASH
 #define KV_SOURCE_HASH ""
 #endif
-KV_API int32_t kv_abi() { return 5; }
+KV_API int32_t kv_abi() { return 6; }
 KV_API const char* kv_source_hash() { return KV_SOURCE_HASH; }
 KV_API const char* kv_isa() {
 #if KV_AVX512
@@ -89,6 +89,13 @@ KV_API int32_t kv_words(const kv_format* f) {
   return (keys ? 1 : 0) + (as_bytes(f->v, d.of[2], *d.v, false) ? 2 : 0);
 }
 
+// What the kernels write of a format: 1 tokens as they come (no scale spans several), 2 whole blocks, both, or 0.
+static int written(const kv_format& f) {
+  if (!writes_all(f)) return 0;
+  return (f.k[0].axis == KV_BLOCK || f.v.axis == KV_BLOCK ? 0 : 1) + (f.turn || f.back ? 0 : 2);
+}
+KV_API int32_t kv_writes(const kv_format* f) { return kv_check_format(f) == KV_OK ? written(*f) : 0; }
+
 static int64_t part_floats(const kv_format& f) { return (int64_t)f.group * (lanes(f.v) + 1); }
 static int splits(const kv_format& f, const kv_view& s) { return (int)(((int64_t)s.blocks * f.block + SPLIT - 1) / SPLIT); }
 
@@ -170,7 +177,7 @@ KV_API int32_t kv_attend(const kv_format* f, const kv_view* s, const float* q, i
 KV_API int32_t kv_append(const kv_format* f, const float* k, int64_t k_head, int64_t k_row, const float* v, int64_t v_head, int64_t v_row,
                          const int64_t* rows, int64_t capacity, int32_t T, int32_t threads) {
   if (f->size != (int32_t)sizeof(kv_format)) return KV_BAD_SIZE;
-  if (f->keys != 1 || !f->k[0].fit || !f->v.fit || f->k[0].axis == KV_BLOCK || f->v.axis == KV_BLOCK) return KV_BAD_FORMAT;
+  if (!(written(*f) & 1)) return KV_BAD_FORMAT;
   for (int64_t i = 0; i < (int64_t)f->heads * T; i++)
     if (rows[i] < 0 || rows[i] >= capacity) return KV_BAD_TABLE;
   int32_t bad = 0;
@@ -178,8 +185,7 @@ KV_API int32_t kv_append(const kv_format* f, const float* k, int64_t k_head, int
 #pragma omp parallel for schedule(static) reduction(+ : bad) num_threads(threads) if (threads > 1 && (f->turn || each > 16))
   for (int i = 0; i < 2 * each; i++) {
     const int h = i % each / T, t = i % T;
-    if (i < each) bad += !put(f->k[0], k + h * k_head + t * k_row, {f->turn ? f->turn + h * f->turn_head : nullptr, false}, rows[i]);
-    else bad += !put(f->v, v + h * v_head + t * v_row, {f->back ? f->back + h * f->back_head : nullptr, true}, rows[i - each]);
+    bad += !(i < each ? put_key(*f, k + h * k_head + t * k_row, h, rows[i]) : put_value(*f, v + h * v_head + t * v_row, h, rows[i - each]));
   }
   return bad;
 }
@@ -198,7 +204,7 @@ static const float* as_floats(int32_t kind, const void* p, int64_t first, int64_
 KV_API int32_t kv_seal(const kv_format* f, int32_t kind, const void* k, const void* v, const int64_t* src, int64_t src_rows, const int64_t* dst,
                        int64_t dst_rows, int32_t count, int32_t threads) {
   if (f->size != (int32_t)sizeof(kv_format)) return KV_BAD_SIZE;
-  if (f->keys != 1 || !f->k[0].fit || !f->v.fit || f->turn || f->back || kind < KV_F32 || kind > KV_F16) return KV_BAD_FORMAT;
+  if (!(written(*f) & 2) || kind < KV_F32 || kind > KV_F16) return KV_BAD_FORMAT;
   for (int i = 0; i < count; i++)
     if (src[i] < 0 || src[i] >= src_rows || dst[i] < 0 || dst[i] >= dst_rows) return KV_BAD_TABLE;
   int32_t bad = 0;

@@ -16,7 +16,7 @@ AXES = {"none": 0, "token": 1, "block": 2}
 META = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 BY_TABLE = 5  # codes of up to this many bits come from a table in registers, also where the number is the code
 MAX_LANES = 1024
-FITS = ("", "as_is", "absmax", "minmax", "none", "norm", "eden_mse", "eden_unbiased", "const_unbiased")
+FITS = ("", "as_is", "absmax", "minmax", "none", "norm", "eden_mse", "eden_unbiased", "const_unbiased", "sketch")
 
 
 class kv_side(Structure):
@@ -78,6 +78,7 @@ def prototypes(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.kv_check_format.argtypes, lib.kv_check_format.restype = [f], i
     lib.kv_check_view.argtypes, lib.kv_check_view.restype = [v, i, i], i
     lib.kv_words.argtypes, lib.kv_words.restype = [f], i
+    lib.kv_writes.argtypes, lib.kv_writes.restype = [f], i
     lib.kv_workspace.argtypes, lib.kv_workspace.restype = [f, v], n
     lib.kv_attend.argtypes, lib.kv_attend.restype = [f, v, p, n, n, p, n, n, p, n, n, i, p, n, i], i
     lib.kv_attend_all.argtypes, lib.kv_attend_all.restype = [p, i, p, n, n, p, n, n, p, n, n, i, p, n, i], i

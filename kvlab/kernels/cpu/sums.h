@@ -4,10 +4,10 @@
 
 namespace {
 // scores[r][0..16) = q[r] . x[t] over sixteen rows of W floats.
-template <int R> static void dot16(const float* q, int ldq, const float* x, int W, float* scores, int lds) {
+template <int R> static void dot16(const float* q, int ldq, const float* x, int ldx, int W, float* scores, int lds) {
   constexpr int T = R > 3 ? 2 : 4, L = sizeof(Y) / 4;
   Y sum[R][16];
-  for (int t = 0; t < 16; t += T, x += T * W) {
+  for (int t = 0; t < 16; t += T, x += T * ldx) {
     Y a[R][T];
     for (int r = 0; r < R; r++)
       for (int i = 0; i < T; i++) a[r][i] = y_zero();
@@ -16,7 +16,7 @@ template <int R> static void dot16(const float* q, int ldq, const float* x, int 
       Y y[R];
       for (int r = 0; r < R; r++) y[r] = y_load(q + r * ldq + c);
       for (int i = 0; i < T; i++) {
-        Y u = y_load(x + i * W + c);
+        Y u = y_load(x + i * ldx + c);
         for (int r = 0; r < R; r++) a[r][i] = y_fma(u, y[r], a[r][i]);
       }
     }

@@ -226,3 +226,49 @@ def test_python_names_what_it_cannot_bind(library):
         pages.build("full", Geom(1, 2, 1, 40), 32, [20]).layers(library)
     with pytest.raises(Refused, match="more than the kernels hold"):
         pages.build("int4", Geom(1, 2, 1, 512), 32, [20], group=8, bits=3).layers(library)
+
+
+UNWRITTEN = {  # what a layer's keys need to be written, by the method and options of a codec
+    "int4": {"fit": [0, 1, 2, 4, 9, -1, 10], "zero": [None], "scale2": [1]},
+    "int8": {"fit": [0, 1, 3, 4, 9]},
+    "full": {"fit": [0, 2, 3, 4, 9]},
+    "turboquant": {"fit": [0, 1, 2, 3, 9, 10], "edges": [None], "scale2": [1]},
+}
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "value"), [(m, n, x) for m, w in UNWRITTEN.items() for n in w for x in w[n]]
+)
+@pytest.mark.parametrize("which", ["k", "v"])
+def test_what_the_kernels_do_not_write_is_refused(library, method, which, name, value):
+    """Not read as an address, and not guessed: then torch writes it."""
+    layers = pages.build(method, Geom(1, 6, 2, 64), 32, [100]).layers(library)
+    lib, fmt = layers.lib, copy(layers.formats[0])
+    assert lib.kv_writes(fmt) & 1
+    setattr(fmt.k[0] if which == "k" else fmt.v, name, value)
+    refuses_to_write(layers, fmt)
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value"),
+    [(0, "fit", 5), (0, "fit", 9), (0, "edges", None), (1, "fit", 4), (1, "fit", 0), (1, "scale2", None)],
+)
+@pytest.mark.parametrize("bits", [1, 3])
+def test_keys_of_two_parts_are_written_as_codes_and_their_sketch_alone(library, bits, part, name, value):
+    layers = pages.build("turboquant", Geom(1, 6, 2, 64), 32, [100], variant="prod", bits_k=bits).layers(library)
+    fmt = copy(layers.formats[0])
+    assert layers.appends and not layers.seals and layers.lib.kv_writes(fmt) == 1
+    if bits == 1 and part == 0:
+        fmt.turn = None  # one part alone, the sketch: it needs its matrix
+    else:
+        setattr(fmt.k[part if bits > 1 else 0], name, value)
+    refuses_to_write(layers, fmt)
+
+
+def refuses_to_write(layers, fmt) -> None:
+    before = {n: t.clone() for n, t in layers.bound.arrays.items()}
+    rows, x = torch.arange(2), torch.randn(2, 1, 64)
+    code = layers.lib.kv_append(fmt, x.data_ptr(), 64, 64, x.data_ptr(), 64, 64, rows.data_ptr(), layers.tokens, 1, 1)
+    assert layers.lib.kv_writes(fmt) == 0 and code == FORMAT
+    for n, t in layers.bound.arrays.items():
+        assert torch.equal(t.view(torch.uint8), before[n].view(torch.uint8)), n
