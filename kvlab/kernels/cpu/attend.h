@@ -6,6 +6,7 @@
 
 #include "fast.h"
 #include "grouped.h"
+#include "signs.h"
 
 namespace {
 struct Split {  // slots [first, first + n) of a decoding row; the first `skip` of them are not seen
@@ -37,10 +38,15 @@ static void scores(const kv_format& f, const Sides& d, const Where& w, int R, co
     const bool bytes = as_bytes(k, d.of[i], *d.k[i], true);
     Query8 asked;
     if (bytes && !per_channel) asked.take(q + at, ldq, R, lanes(k), parts);
+    Signs signs;
+    const bool bits = !bytes && Signs::takes(k, d.of[i]);
+    if (bits) signs.take(k, q + at, ldq, R);
     alignas(64) float scaled[MAX_R][MAX_SLOTS * 16];
     for (int t = 0; t < n; t += 16) {
       const int64_t at_token = x.token[t / 16];
-      if (t + AHEAD < n) prefetch_rows(k, x.token[(t + AHEAD) / 16]);
+      const int ahead = t + AHEAD;
+      if (ahead < n) prefetch_rows(k, x.token[ahead / 16]);
+      else if (i + 1 < f.keys && ahead - n < n) prefetch_rows(f.k[i + 1], x.token[(ahead - n) / 16]);
       if (!i) prefetch_rows(f.v, at_token);
       const float* y = q + at;
       int ldy = ldq;
@@ -59,6 +65,10 @@ static void scores(const kv_format& f, const Sides& d, const Where& w, int R, co
       for (int p = 0; p < parts; p++) {
         if (bytes) {
           asked.dot(*d.k[i], small + p * wp, lanes(k), wp, p, R, dots[0]);
+        } else if (bits) {
+#define KV_CALL(N) signs.dot<N>(k, k.codes + at_token * k.row_bytes, dots[0])
+          KV_ROWS(R, KV_CALL)
+#undef KV_CALL
         } else {
           const float* rows = fine || parts == 1 ? read_rows(k, d.k[i], d.of[i], w, at_token, 16, buf, fine) : buf;
           if (parts > 1) d.part[i]->rows(k.codes + at_token * k.row_bytes + p * part_bytes(k, parts), 16, buf);

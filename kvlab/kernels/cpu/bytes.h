@@ -104,6 +104,7 @@ KV_INLINE void look32(Laced c, const Table16& lo, const Table16& hi, X* out) {
   unlace(c, b);
   for (int x = 0; x < 2; x++) out[x].a = _mm512_permutex2var_ps(lo.t, _mm512_cvtepu8_epi32(b[x].a), hi.t);
 }
+template <bool LOW> KV_INLINE void look_mirrored(Laced c, const Table16& lo, const Table16& hi, X* out) { look32(c, lo, hi, out); }
 KV_INLINE X look(Bytes code, const float* t) { return {_mm512_i32gather_ps(_mm512_cvtepu8_epi32(code.a), t, 4)}; }
 #elif KV_AVX2
 KV_INLINE X from_int8(Bytes b) {
@@ -151,6 +152,14 @@ KV_INLINE void look32(Laced c, const Table16& lo, const Table16& hi, X* out) {
     plane[k] = _mm256_blendv_epi8(_mm256_shuffle_epi8(lo.t[k], code), _mm256_shuffle_epi8(hi.t[k], code), upper);
   join<true>(plane, out);
 }
+// Of a table whose upper half is the lower one's mirror image, negated: the lower one alone, and a sign.
+template <bool LOW> KV_INLINE void look_mirrored(Laced c, const Table16& lo, const Table16&, X* out) {
+  const __m256i code = _mm256_min_epu8(c.a, _mm256_sub_epi8(_mm256_set1_epi8(31), c.a));
+  __m256i plane[4];
+  for (int k = LOW ? 0 : 2; k < 4; k++) plane[k] = _mm256_shuffle_epi8(lo.t[k], code);
+  plane[3] = _mm256_xor_si256(plane[3], _mm256_and_si256(_mm256_slli_epi16(c.a, 3), _mm256_set1_epi8((char)0x80)));
+  join<LOW>(plane, out);
+}
 KV_INLINE X look(Bytes code, const float* t) {
   return {_mm256_i32gather_ps(t, _mm256_cvtepu8_epi32(code.a), 4), _mm256_i32gather_ps(t, _mm256_cvtepu8_epi32(_mm_srli_si128(code.a, 8)), 4)};
 }
@@ -176,5 +185,6 @@ KV_INLINE void look32(Laced c, const Table16& lo, const Table16& hi, X* out) {
   unlace(c, b);
   for (int x = 0; x < 2; x++) KV_EACH out[x].v[i] = (b[x].v[i] & 16 ? hi : lo).t[b[x].v[i] & 15];
 }
+template <bool LOW> KV_INLINE void look_mirrored(Laced c, const Table16& lo, const Table16& hi, X* out) { look32(c, lo, hi, out); }
 #endif
 }  // namespace

@@ -54,6 +54,7 @@ template <int BITS, bool UNIFORM> struct Codes final : Decoder {
   const int width;
   const int64_t row_bytes;
   const bool looked;
+  bool mirrored = BITS == 5;
   Table16 lo{}, hi{};
   const float* table;
   float mid;
@@ -62,6 +63,7 @@ template <int BITS, bool UNIFORM> struct Codes final : Decoder {
   Codes(const kv_side& s, Wanted wanted) : at(s), width(s.width), row_bytes(s.row_bytes), looked(s.kind == KV_TABLE), table(s.table), mid(s.mid) {
     if (wanted && BITS <= 4) looked ? take_bytes(wanted) : (void)(top = (1 << BITS) - 1, step = 1.f, low = -mid);
     if (!UNIFORM && BITS <= 5) lo = table16(s.table, BITS < 4 ? 1 << BITS : 16), hi = table16(s.table + (BITS == 5 ? 16 : 0), BITS < 4 ? 1 << BITS : 16);
+    for (int i = 0; BITS == 5 && i < 16; i++) mirrored = mirrored && table[31 - i] == -table[i];
     if (Bits<BITS>::REST) narrow_of<BITS>(s, narrow);
   }
   void take_bytes(Wanted wanted) {
@@ -75,12 +77,12 @@ template <int BITS, bool UNIFORM> struct Codes final : Decoder {
     table_bytes = load_bytes(b);
   }
   // Tables are copied first: then they stay in registers while floats are stored.
-  template <bool LOW, Units HOW> void unpack(const uint8_t* row, int n, float* out) const {
+  template <bool LOW, bool MIRRORED, Units HOW> void unpack(const uint8_t* row, int n, float* out) const {
     const Table16 low16 = lo, high16 = hi;
     Runs<BITS>::template rows<HOW>(at, narrow, row, n, row_bytes, [&](Laced c, bool more) {
       X x[2];
       if constexpr (BITS <= 4) look16<LOW>(c, low16, x);
-      else if constexpr (BITS == 5) look32(c, low16, high16, x);
+      else if constexpr (BITS == 5) MIRRORED ? look_mirrored<LOW>(c, low16, high16, x) : look32(c, low16, high16, x);
       else {
         Bytes b[2];
         unlace(c, b);
@@ -90,11 +92,11 @@ template <int BITS, bool UNIFORM> struct Codes final : Decoder {
       if (more) store(out, x[1]), out += 16;
     });
   }
-  template <bool LOW> void unpack_as(const uint8_t* row, int n, float* out) const {
+  template <bool LOW, bool MIRRORED = false> void unpack_as(const uint8_t* row, int n, float* out) const {
     switch (at.units()) {
-      case PAIRS: return unpack<LOW, PAIRS>(row, n, out);
-      case WHOLE: return unpack<LOW, WHOLE>(row, n, out);
-      case ENDS: return unpack<LOW, ENDS>(row, n, out);
+      case PAIRS: return unpack<LOW, MIRRORED, PAIRS>(row, n, out);
+      case WHOLE: return unpack<LOW, MIRRORED, WHOLE>(row, n, out);
+      case ENDS: return unpack<LOW, MIRRORED, ENDS>(row, n, out);
     }
   }
   void rows(const uint8_t* row, int n, float* out) const override {
@@ -107,6 +109,9 @@ template <int BITS, bool UNIFORM> struct Codes final : Decoder {
     } else {
       if constexpr (BITS <= 4) {
         if (!lo.low) return unpack_as<false>(row, n, out);
+      }
+      if constexpr (BITS == 5) {
+        if (mirrored) return lo.low ? unpack_as<true, true>(row, n, out) : unpack_as<false, true>(row, n, out);
       }
       unpack_as<true>(row, n, out);
     }

@@ -6,6 +6,7 @@ slots that a case must not read hold garbage (pages.py).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from random import Random
 
@@ -143,5 +144,22 @@ def test_plain_numbers_may_have_scales_by_group_too(dtype, variant):
     )
     for x in (cache.k, cache.v):
         x *= scales[0].repeat_interleave(32)
+    q = pages.queries(cache, rows)
+    pages.assert_exact(cache, rows, q, pages.attend(cache, layers, rows, q))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_a_table_may_hold_any_numbers(bits, variant):
+    """Fails where the symmetry of the tables that methods have is taken for granted."""
+    options = {"bits_k": bits, "bits_v": bits, "rotation": "identity"}
+    cache = pages.build("turboquant", Geom(1, 4, 2, 64), 32, [70, 33], **options)
+    rows = Rows.last([1, 1], [70, 33])
+    cache.spoil(rows)
+    fmt = cache.codec.page_format()
+    k, v = (replace(s, table=s.table * (1 + (s.table > 0).float())) for s in (fmt.k[0], fmt.v))
+    layers = cache.layers(pages.library(variant), fmt=replace(fmt, k=(k,), v=v))
+    for x in (cache.k, cache.v):
+        x *= 1 + (x > 0).double()
     q = pages.queries(cache, rows)
     pages.assert_exact(cache, rows, q, pages.attend(cache, layers, rows, q))
