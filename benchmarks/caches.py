@@ -16,14 +16,12 @@ from ours import Ours, named
 
 WINDOW = {"window_dtype": "bfloat16"}  # the exact part in the type of the cache that it is compared with
 CODECS = {
-    "fp8": ("fp8", {}), "int8": ("int8", {}), "int4": ("int4", {}), "int3": ("int4", {"bits": 3}),
-    "int2": ("int4", {"bits": 2}), "kivi 4": ("kivi", {"bits_k": 4, "bits_v": 4, **WINDOW}), "kivi 2": ("kivi", WINDOW),
-    "kivi 3": ("kivi", {"bits_k": 3, "bits_v": 3, **WINDOW}),
-    "turboquant 5": ("turboquant", {"bits_k": 5, "bits_v": 5}), "turboquant prod": ("turboquant", {"variant": "prod"}),
-    "turboquant 4": ("turboquant", {}), "turboquant 3": ("turboquant", {"bits_k": 3, "bits_v": 3}),
-    "turboquant 2": ("turboquant", {"bits_k": 2, "bits_v": 2}), "int4 fast": ("int4", {}),
-    "turboquant 4 fast": ("turboquant", {}),
-}  # fmt: skip
+    **{f"int{b}": ("int4", {"bits": b}) for b in (4, 3, 2)},
+    **{f"kivi {b}": ("kivi", {"bits_k": b, "bits_v": b, **WINDOW}) for b in (4, 3, 2)},
+    **{f"turboquant {b}": ("turboquant", {"bits_k": b, "bits_v": b}) for b in (5, 4, 3, 2)},
+    "turboquant prod": ("turboquant", {"variant": "prod"}),
+}
+CODECS = {"fp8": ("fp8", {}), "int8": ("int8", {}), **CODECS, **{f"{name} fast": c for name, c in CODECS.items()}}
 PEER = "full bf16"
 BUDGET, STEPS = 0.08, 2  # seconds of a turn, and steps at most
 TIMES = 5  # short rounds for each of --rounds

@@ -48,7 +48,7 @@ class Packed:
                 if self.fast and not any(x.words for x in self._bound[t].values()):
                     self.warning = (
                         f"{self.label}: runtime.arithmetic=fast changes nothing, its pages hold no codes that are "
-                        "multiplied as bytes (up to 4 bits, rows of 16 bytes or more)"
+                        "multiplied as bytes (up to 5 bits, rows of 16 bytes or more)"
                     )
                     log.warning(self.warning)
             except Refused as why:

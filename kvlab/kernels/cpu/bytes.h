@@ -19,6 +19,10 @@ KV_INLINE Laced twice(Bytes a) { return {_mm256_broadcastsi128_si256(a.a)}; }
 KV_INLINE Laced load_both(const uint8_t* p) { return {_mm256_loadu_si256((const __m256i*)p)}; }
 KV_INLINE void store_both(uint8_t* p, Laced b) { _mm256_storeu_si256((__m256i*)p, b.a); }
 KV_INLINE Laced shuffle(Bytes table, Laced at) { return {_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table.a), at.a)}; }
+KV_INLINE Laced shuffle32(Bytes lo, Bytes hi, Laced at) {  // of two halves, by bit 4
+  const Laced low = {_mm256_and_si256(at.a, _mm256_set1_epi8(15))};
+  return {_mm256_blendv_epi8(shuffle(lo, low).a, shuffle(hi, low).a, _mm256_slli_epi16(at.a, 3))};
+}
 template <int S, int T, int MASK>  // the first run's bytes >> S & MASK, the second's >> T & MASK
 KV_INLINE Laced shift_mask(Laced b) {
   const __m256i x = S == T ? _mm256_srli_epi16(b.a, S) : _mm256_srlv_epi32(b.a, _mm256_setr_epi32(S, S, S, S, T, T, T, T));
@@ -51,6 +55,10 @@ KV_INLINE Laced twice(Bytes a) { return both(a, a); }
 KV_INLINE Laced load_both(const uint8_t* p) { Laced r; std::memcpy(r.v, p, 32); return r; }
 KV_INLINE void store_both(uint8_t* p, Laced b) { std::memcpy(p, b.v, 32); }
 KV_INLINE Laced shuffle(Bytes table, Laced at) { for (int i = 0; i < 32; i++) at.v[i] = table.v[at.v[i] & 15]; return at; }
+KV_INLINE Laced shuffle32(Bytes lo, Bytes hi, Laced at) {
+  for (int i = 0; i < 32; i++) at.v[i] = (at.v[i] & 16 ? hi : lo).v[at.v[i] & 15];
+  return at;
+}
 template <int S, int T, int MASK>
 KV_INLINE Laced shift_mask(Laced b) { for (int i = 0; i < 32; i++) b.v[i] = (b.v[i] >> (i < 16 ? S : T)) & MASK; return b; }
 template <int SHIFT, int MASK>

@@ -59,9 +59,9 @@ template <int BITS, bool UNIFORM> struct Codes final : Decoder {
   const float* table;
   float mid;
   Narrow narrow;
-  Bytes table_bytes{};
+  Bytes table_bytes[2]{};
   Codes(const kv_side& s, Wanted wanted) : at(s), width(s.width), row_bytes(s.row_bytes), looked(s.kind == KV_TABLE), table(s.table), mid(s.mid) {
-    if (wanted && BITS <= 4) looked ? take_bytes(wanted) : (void)(top = (1 << BITS) - 1, step = 1.f, low = -mid);
+    if (wanted && BITS <= 5) looked ? take_bytes(wanted) : (void)(top = (1 << BITS) - 1, step = 1.f, low = -mid);
     if (!UNIFORM && BITS <= 5) lo = table16(s.table, BITS < 4 ? 1 << BITS : 16), hi = table16(s.table + (BITS == 5 ? 16 : 0), BITS < 4 ? 1 << BITS : 16);
     for (int i = 0; BITS == 5 && i < 16; i++) mirrored = mirrored && table[31 - i] == -table[i];
     if (Bits<BITS>::REST) narrow_of<BITS>(s, narrow);
@@ -72,9 +72,9 @@ template <int BITS, bool UNIFORM> struct Codes final : Decoder {
     for (int i = 1; i < n; i++) least = table[i] < least ? table[i] : least, most = table[i] > most ? table[i] : most;
     top = TOP, low = wanted == SIGNED ? (least + most) / 2 : least;
     step = most > least ? (most - low) / TOP : 1.f;
-    uint8_t b[16];
-    for (int i = 0; i < 16; i++) b[i] = (uint8_t)std::lround((table[i & (n - 1)] - low) / step);
-    table_bytes = load_bytes(b);
+    uint8_t b[32];
+    for (int i = 0; i < 32; i++) b[i] = (uint8_t)std::lround((table[i & (n - 1)] - low) / step);
+    for (int i = 0; i < 2; i++) table_bytes[i] = load_bytes(b + 16 * i);
   }
   // Tables are copied first: then they stay in registers while floats are stored.
   template <bool LOW, bool MIRRORED, Units HOW> void unpack(const uint8_t* row, int n, float* out) const {
@@ -117,12 +117,15 @@ template <int BITS, bool UNIFORM> struct Codes final : Decoder {
     }
   }
   template <Units HOW> void as_bytes(const uint8_t* row, int n, uint8_t* out) const {
-    const Bytes by = table_bytes;
+    const Bytes by = table_bytes[0], by32 = table_bytes[1];
     const bool looked = this->looked;
-    Runs<BITS>::template rows<HOW>(at, narrow, row, n, row_bytes, [&](Laced c, bool) { store_both(out, looked ? shuffle(by, c) : c), out += 32; });
+    Runs<BITS>::template rows<HOW>(at, narrow, row, n, row_bytes, [&](Laced c, bool) {
+      if (looked) c = BITS == 5 ? shuffle32(by, by32, c) : shuffle(by, c);
+      store_both(out, c), out += 32;
+    });
   }
   void bytes(const uint8_t* row, int n, uint8_t* out) const override {
-    if constexpr (BITS <= 4) {
+    if constexpr (BITS <= 5) {
       const Units how = at.units();
       how == PAIRS ? as_bytes<PAIRS>(row, n, out) : how == WHOLE ? as_bytes<WHOLE>(row, n, out) : as_bytes<ENDS>(row, n, out);
     }

@@ -97,11 +97,12 @@ def fast_tolerance(cache: Cache, q: Tensor, weights: list[Tensor], layer: int = 
     k = k - k.mean(-2 if fmt.k[0].axis == "block" else -1, keepdim=True) if fmt.k[0].table is None else k
     parts = (q, k, v - v.mean(-2, keepdim=True))
     rms = [max(1.0, x.square().mean().sqrt().item()) for x in parts if x.numel()]
-    tables = [max(s.table is not None for s in fmt.k), fmt.v.table is not None]
+    range_of = lambda s: 0.0 if s.table is None else (s.table.max() - s.table.min()).item() * cache.geom.D**0.5  # noqa: E731
+    tables = [max(map(range_of, fmt.k)), range_of(fmt.v)]  # in standard deviations of a coordinate
     largest = max(q.abs().max().item(), 4.5 * rms[0] if fmt.turn is not None else 0.0) if q.numel() else 0.0
     if fmt.k[0].axis == "block":
         largest *= 2.0  # a channel's scale is up to twice the typical one
-    logit = (largest / 127 * rms[1]) ** 2 + (5.5 / 127 * rms[0] * rms[1] * tables[0]) ** 2
+    logit = (largest / 127 * rms[1]) ** 2 + (tables[0] / 127 * rms[0] * rms[1]) ** 2
     scale = max(1.0, v.square().mean().sqrt().item() / rms[-1]) if v.numel() else 1.0
     top = 2**fmt.v.bits - 1 if fmt.v.bits and not tables[1] else 127
     out = []
@@ -109,7 +110,7 @@ def fast_tolerance(cache: Cache, q: Tensor, weights: list[Tensor], layer: int = 
         w = torch.nn.functional.pad(w, (0, -w.shape[-1] % 32)).unflatten(-1, (-1, 32))
         step = torch.maximum(w.amax(-1) / 254, w.sum(-1) / (32767 // top - 32))
         out.append((step.square() * (w > 0).sum(-1)).sum(-1).flatten(1, 2) / 4)
-    spread = torch.cat(out)[..., None] + (logit + (5.5 / 254 * tables[1] * scale) ** 2) / 12
+    spread = torch.cat(out)[..., None] + (logit + (tables[1] / 254 * scale) ** 2) / 12
     return 5 * rms[-1] * spread.sqrt(), 5 * (logit / 12) ** 0.5
 
 
