@@ -38,7 +38,7 @@ def main() -> None:
             method, block, *how = side.split("/")
             s = setting(method, runtime={"block": int(block)} | (OPTIONS[how[0]] if how else {}))
             told = "".join(f", {k} {v}" for k, v in s.runtime if k != "block")
-            runs[f"kvlab {method} block {block}{told}"] = ours.lab(s, batch, context, room).engine.step
+            runs[f"kvlab {method} block {block}{told}"] = ours.step(ours.lab(s, batch, context, room))
         figures = common.rounds({k: partial(_steps, r, steps) for k, r in runs.items()}, args.rounds)
         facts = {"batch": batch, "context": context, "model": loaded.id, "dtype": "float32"}
         common.report("decode", figures, PEER, args.quick, **facts)

@@ -61,6 +61,16 @@ class Ours:
         assert max(held) - min(held) <= batch and abs(held[0] - context) <= batch, f"{s}: {held} tokens"
         return lab
 
+    @staticmethod
+    def step(lab):
+        """A decode step of all its sequences; RuntimeError for one that has none left, which would take no time."""
+
+        def step():
+            if not lab.engine.step():
+                raise RuntimeError("a step without tokens: the sequences have no more room")
+
+        return step
+
     def row(self, lab, s: Setting) -> dict:
         """The facts of a row: what ran."""
         from kvlab.kernels import dispatch

@@ -83,7 +83,7 @@ def decode(args, worker: Worker, files: dict, ours: Ours, batch: int, context: i
             except Exception as error:
                 print(f"  left out: kvlab {method}, {weights} weights: {type(error).__name__}: {error}")
                 continue
-            sides[row["side"]], facts[row["side"]] = clocks.turns(lab.engine.step), row
+            sides[row["side"]], facts[row["side"]] = clocks.turns(ours.step(lab)), row
     with clocks.Watch((worker.pid,)) as watch:
         times = clocks.run(sides, args.rounds, threads, clocks.QUICK if args.quick else clocks.BUDGET)
     rows = [facts[n] | t.row() | {"extra": facts[n]["cache"] == "q4_0"} | watch.facts for n, t in times.items()]

@@ -60,7 +60,7 @@ def case(args, loaded, peers: Peers, ours: Ours, batch: int, context: int) -> No
 
     def lab(s: Setting):
         made = ours.lab(s, batch, context, room)
-        return made.engine.step, ours.row(made, s)
+        return ours.step(made), ours.row(made, s)
 
     for name in CACHES:
         add(f"transformers {name}", lambda name=name: peers.step(name, batch, context, room))

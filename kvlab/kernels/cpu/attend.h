@@ -257,25 +257,23 @@ static void decode_item(const kv_format& f, const kv_view& s, const Sides& d, co
     split_rows(f, d, w, f_min(MAX_R, f.group - g), queries + g * key_lanes(f), a, b, rows, part + g * wv, lse2 + g);
 }
 
-static void join_splits(const kv_format& f, const kv_view& s, const Output& io, int n, int h, int splits, const float* parts, int64_t step) {
+static void join_splits(const kv_format& f, const kv_view& s, const Output& io, int n, int h, int g, int splits, const float* parts, int64_t step) {
   const int wv = lanes(f.v);
   float* o = buffer().get(wv);
-  for (int g = 0; g < f.group; g++) {
-    float top = NEG_INF, sum = 0.f;
-    for (int i = 0; i < splits && top == top; i++) {  // a NaN stays
-      const float lse2 = parts[i * step + f.group * wv + g];
-      if (!(lse2 <= top)) top = lse2;
-    }
-    for (int c = 0; c < wv; c++) o[c] = 0.f;
-    for (int i = 0; i < splits && top != NEG_INF; i++) {
-      const float* p = parts + i * step;
-      if (p[f.group * wv + g] == NEG_INF) continue;
-      const float e = std::exp2(p[f.group * wv + g] - top);
-      sum += e;
-      for (int c = 0; c < wv; c += 16) store(o + c, fma(set1(e), load(p + g * wv + c), load(o + c)));
-    }
-    for (int c = 0; c < wv && sum > 0; c += 16) store(o + c, mul(load(o + c), set1(1.f / sum)));
-    finish(io, f, o, top == NEG_INF ? NEG_INF : top + std::log2(sum), h * f.group + g, s.first[n]);
+  float top = NEG_INF, sum = 0.f;
+  for (int i = 0; i < splits && top == top; i++) {  // a NaN stays
+    const float lse2 = parts[i * step + f.group * wv + g];
+    if (!(lse2 <= top)) top = lse2;
   }
+  for (int c = 0; c < wv; c++) o[c] = 0.f;
+  for (int i = 0; i < splits && top != NEG_INF; i++) {
+    const float* p = parts + i * step;
+    if (p[f.group * wv + g] == NEG_INF) continue;
+    const float e = std::exp2(p[f.group * wv + g] - top);
+    sum += e;
+    for (int c = 0; c < wv; c += 16) store(o + c, fma(set1(e), load(p + g * wv + c), load(o + c)));
+  }
+  for (int c = 0; c < wv && sum > 0; c += 16) store(o + c, mul(load(o + c), set1(1.f / sum)));
+  finish(io, f, o, top == NEG_INF ? NEG_INF : top + std::log2(sum), h * f.group + g, s.first[n]);
 }
 }  // namespace

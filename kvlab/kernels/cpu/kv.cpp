@@ -160,9 +160,12 @@ KV_API int32_t kv_attend_all(const kv_source* source, int32_t sources, const flo
       }
     }
 #pragma omp for schedule(static)
-    for (int i = 0; i < pairs; i++)
-      for (int k = 0; k < sources && s.count[i / f.heads] == 1; k++)
-        join_splits(*source[k].format, *source[k].view, output(k), i / f.heads, i % f.heads, of[k].parts, of[k].partials + (int64_t)i * of[k].parts * of[k].step, of[k].step);
+    for (int i = 0; i < pairs * f.group; i++) {
+      const int pair = i / f.group, n = pair / f.heads;
+      for (int k = 0; k < sources && s.count[n] == 1; k++)
+        join_splits(*source[k].format, *source[k].view, output(k), n, pair % f.heads, i % f.group, of[k].parts,
+                    of[k].partials + (int64_t)pair * of[k].parts * of[k].step, of[k].step);
+    }
   }
   return KV_OK;
 }

@@ -56,7 +56,8 @@ static void open_lanes(const kv_side& s, Lanes& to) {
   const bool laced = is_codes(s) && s.bits < 8;
   const int lanes = s.slots * 16;
   to.runs = !laced || (s.slots % 2 == 0 && !Spans(s).odd());
-  for (int c = 0; c < lanes; c++) to.group[c] = s.channel[c] < s.group || s.axis != KV_TOKEN ? 0 : s.channel[c] / s.group;
+  const bool one = s.axis != KV_TOKEN || s.group == s.width;
+  for (int c = 0; c < lanes; c++) to.group[c] = one || s.channel[c] < s.group ? 0 : s.channel[c] / s.group;
   for (int c = 0; laced && to.runs && c < lanes; c++) {
     const int l = c % 32, first = s.channel[c - l + (laced_run(l) ? 4 : 0)];
     to.runs = s.channel[c] == first + laced_code(l / 16, l % 16);
