@@ -161,12 +161,11 @@ struct Basis {  // in which a codec stores: z = x matrix, its rows `row` floats 
 };
 
 // -> |x|, and x / |x|: zeros for a vector whose 1 / |x|, or the sum of it, may overflow.
-constexpr float NOTHING = 1e-30f;
 static float normed(const float* x, int width, float* unit) {
   float n = 0.f;
   for (int c = 0; c < width; c++) n += x[c] * x[c];
   n = std::sqrt(n);
-  for (int c = 0; c < width; c++) unit[c] = n < NOTHING ? 0.f : x[c] * (1.f / n);
+  for (int c = 0; c < width; c++) unit[c] = n < TINY ? 0.f : x[c] * (1.f / n);
   return n;
 }
 
@@ -184,7 +183,7 @@ static bool put_table(const kv_side& s, const float* x, const Basis& basis, int6
   alignas(64) float unit[512], z[512], value[512];
   const float n = normed(x, s.width, unit);
   if (!finite(n)) return false;
-  const bool nothing = n < NOTHING;
+  const bool nothing = n < TINY;
   basis.take(unit, s.width, z);
   put_cells(s, z, nothing, token, value);
   float dot = 0.f, square = 0.f;
@@ -206,7 +205,7 @@ static bool put_sketch(const kv_format& f, const float* x, const float* turn, in
   uint8_t signs[512];
   const float n = normed(x, W, rest);
   if (!finite(n)) return false;
-  const bool nothing = n < NOTHING;
+  const bool nothing = n < TINY;
   float left = 0.f;
   if (f.keys == 2) {
     Basis{turn, row, false}.take(rest, W, z);
