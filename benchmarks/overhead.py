@@ -17,6 +17,7 @@ from ours import Ours, setting
 
 METHODS = ("full", "int4", "turboquant", "kivi")
 STEPS = 5  # of a turn, after one that is not timed
+TIMES = 3  # rounds for each of --rounds: what is left of a difference of three times is as noisy as all of them
 PARTS = ("linears", "attention", "rest", "total")
 PAGES = ("kv_append", "kv_seal", "kv_attend")
 
@@ -98,7 +99,8 @@ def main() -> None:
 
     loaded = load(ModelCfg())
     ours, context = Ours(loaded), 64 if args.quick else args.context
-    room = (args.rounds + 1) * (2 * STEPS + 1) + 1
+    rounds = 1 if args.quick else TIMES * args.rounds
+    room = (rounds + 1) * (2 * STEPS + 1) + 1
     for batch in (1,) if args.quick else (1, 8):
         labs = {}
         for weights in args.weights.split(","):
@@ -112,7 +114,7 @@ def main() -> None:
                 labs[row["side"]] = lab, row, linears(lab, batch)
         if labs:
             runs = {n: (lambda lab=lab, p=p: measure(lab, p)) for n, (lab, _, p) in labs.items()}
-            figures = common.rounds(runs, args.rounds)
+            figures = common.rounds(runs, rounds)
             report(args, figures, {n: r for n, (_, r, _) in labs.items()}, batch, context, loaded.id)
 
 
