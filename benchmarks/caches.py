@@ -45,9 +45,7 @@ def case(args, ours: Ours, batch: int, context: int) -> None:
     room = (rounds * (STEPS + 1) + 4) * len(threads)
     gc.collect()  # the case before
     codecs = list(CODECS)
-    peers = [
-        f"{PEER} {i}" for i in range(-(-len(codecs) // EVERY) + 1)
-    ]  # caches of their own: they grow as the others do
+    peers = [f"{PEER} {i}" for i in range(-(-len(codecs) // EVERY) + 1)]  # each grows as the codecs' caches do
     sides, facts = {}, {}
     for i, peer in enumerate(peers):
         for name in [peer, *codecs[i * EVERY : (i + 1) * EVERY]]:

@@ -54,7 +54,7 @@ template <int BITS, bool UNIFORM> struct Codes final : Decoder {
   const int width;
   const int64_t row_bytes;
   const bool looked;
-  bool mirrored = BITS == 5;
+  bool mirrored = BITS == 5;  // the table's upper half is the lower one backwards, negated
   Table16 lo{}, hi{};
   const float* table;
   float mid;
