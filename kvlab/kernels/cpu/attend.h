@@ -21,7 +21,6 @@ struct Split {  // slots [first, first + n) of a decoding row; the first `skip` 
 // Scores of R query heads q [R, key lanes].
 static void scores(const kv_format& f, const Sides& d, const Where& w, int R, const float* q, float* buf, Split& x) {
   const int n = x.n, ldq = key_lanes(f);
-  alignas(64) uint8_t small[16 * MAX_SLOTS * 16];
   float z[MAX_GROUPS][MAX_R];
   for (int t = 0; t < n && t < AHEAD; t += 16) prefetch_rows(f.k[0], x.token[t / 16]);
   for (int i = 0, at = 0; i < f.keys; at += lanes(f.k[i]), i++) {
@@ -61,17 +60,18 @@ static void scores(const kv_format& f, const Sides& d, const Where& w, int R, co
       alignas(64) float dots[MAX_R][16];
       X sc_part[MAX_GROUPS], sh_part[MAX_GROUPS];
       if (parts > 1) group_scales(k, at_token, parts, sc_part, sh_part);
-      if (bytes) d.k[i]->bytes(k.codes + at_token * k.row_bytes, 16, small);
-      for (int p = 0; p < parts; p++) {
+      const Decoder& one = parts > 1 ? *d.part[i] : *d.k[i];
+      const uint8_t* row = k.codes + at_token * k.row_bytes;
+      for (int p = 0; p < parts; p++, row += part_bytes(k, parts)) {
         if (bytes) {
-          asked.dot(*d.k[i], small + p * wp, lanes(k), wp, p, R, dots[0]);
+          asked.dot(one, row, wp, p, R, dots[0]);
         } else if (bits) {
-#define KV_CALL(N) signs.dot<N>(k, k.codes + at_token * k.row_bytes, dots[0])
+#define KV_CALL(N) signs.dot<N>(k, row, dots[0])
           KV_ROWS(R, KV_CALL)
 #undef KV_CALL
-        } else {
+        } else if (fine || !one.dot(y + p * wp, ldy, R, row, dots[0])) {
           const float* rows = fine || parts == 1 ? read_rows(k, d.k[i], d.of[i], w, at_token, 16, buf, fine) : buf;
-          if (parts > 1) d.part[i]->rows(k.codes + at_token * k.row_bytes + p * part_bytes(k, parts), 16, buf);
+          if (parts > 1) one.rows(row, 16, buf);
 #define KV_CALL(N) dot16<N>(y + p * wp, ldy, rows, wp, wp, dots[0], 16)
           KV_ROWS(R, KV_CALL)
 #undef KV_CALL
@@ -148,16 +148,21 @@ static void split_rows(const kv_format& f, const Sides& d, const Where& w, int R
     for (int c = 0; c < wv; c++) o[c] = low[groups ? d.of[2].group[c] : 0];
   }
   if (bytes) {
-    alignas(64) uint8_t small[TOKENS * MAX_SLOTS * 16];
-    for (int t = 0; t < end; t += TOKENS) {
-      const int more = f_min(TOKENS, end - t);
-      for (int i = 0; i < more; i += 16) d.v->bytes(f.v.codes + x.token[(t + i) / 16] * f.v.row_bytes, 16, small + i * wv);
-      weights.mix(d.of[2], small, wv, t, more, R, out, wv);
-    }
+    for (int t = 0; t < end; t += TOKENS) weights.mix(*d.v, d.of[2], f.v, x.token + t / 16, wv, t, f_min(TOKENS, end - t), R, out, wv);
     return;
   }
-  for (int t = 0; t < end; t += 16) {
-    const int from = t < skip ? skip - t : 0, to = n - t < 16 ? n - t : 16;
+  const Weights<float> all = groups ? Weights<float>{by_group.p[0][0], SPLIT, MAX_R * SPLIT, d.of[2].group} : Weights<float>{x.s[0], SPLIT, 0, d.of[2].group};
+  // Numbers of codes are numbers also in holes, whose weight is zero; floats may be anything there.
+  bool direct = (groups || folds(f.v) || f.v.axis == KV_NONE) && (is_codes(f.v) || !f.valid);
+  for (int t = 0, more; t < end; t += more) {
+    more = 16;
+    while (direct && t + more < end && x.token[(t + more) / 16] == x.token[t / 16] + more) more += 16;  // of one block
+    const int from = t < skip ? skip - t : 0, to = n - t < more ? n - t : more;
+    if (direct) {
+      direct = d.v->mix({all.p + t + from, all.row, all.group, all.of}, R, f.v.codes + (x.token[t / 16] + from) * f.v.row_bytes, to - from, out, wv);
+      if (!direct) more = 0;
+      continue;
+    }
     const float* v = read_rows(f.v, d.v, d.of[2], w, x.token[t / 16] + from, to - from, buf, !groups);
 #define KV_CALL(N) groups ? by_group.mix<N>(d.of[2], v, f.v.slots, t + from, to - from, out, wv) \
                           : mix16<N>(&x.s[0][t + from], SPLIT, v, wv, wv, to - from, out, wv)

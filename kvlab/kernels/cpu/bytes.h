@@ -96,23 +96,6 @@ template <int SHIFT, int MASK>
 KV_INLINE X from_e_bits(Bytes b) {  // sign-extended byte << SHIFT & MASK, as float16
   return {_mm512_cvtph_ps(_mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(b.a), SHIFT), _mm256_set1_epi16((short)MASK)))};
 }
-struct Table16 { __m512 t; bool low; };
-KV_INLINE Table16 table16(const float* t, int n) {
-  float full[16];
-  for (int i = 0; i < 16; i++) full[i] = t[i & (n - 1)];
-  return {_mm512_loadu_ps(full), true};
-}
-template <bool LOW> KV_INLINE void look16(Laced c, const Table16& t, X* out) {
-  Bytes b[2];
-  unlace(c, b);
-  for (int x = 0; x < 2; x++) out[x].a = _mm512_permutexvar_ps(_mm512_cvtepu8_epi32(b[x].a), t.t);
-}
-KV_INLINE void look32(Laced c, const Table16& lo, const Table16& hi, X* out) {
-  Bytes b[2];
-  unlace(c, b);
-  for (int x = 0; x < 2; x++) out[x].a = _mm512_permutex2var_ps(lo.t, _mm512_cvtepu8_epi32(b[x].a), hi.t);
-}
-template <bool LOW> KV_INLINE void look_mirrored(Laced c, const Table16& lo, const Table16& hi, X* out) { look32(c, lo, hi, out); }
 KV_INLINE X look(Bytes code, const float* t) { return {_mm512_i32gather_ps(_mm512_cvtepu8_epi32(code.a), t, 4)}; }
 #elif KV_AVX2
 KV_INLINE X from_int8(Bytes b) {

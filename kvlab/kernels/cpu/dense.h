@@ -21,7 +21,8 @@ enum { KV_DENSE_F32 = 0, KV_DENSE_BF16 = 1, KV_DENSE_INT8 = 2 };
 
 namespace {
 constexpr int PANEL = 16, UNIT = 2 * PANEL;
-constexpr int tile_rows(int kind) { return kind == KV_DENSE_INT8 ? 4 : 6; }  // what AVX2's 16 registers hold
+// What registers hold: of AVX2, sixteen, a panel's sums; of AVX-512, 32, those of both panels of a unit.
+constexpr int tile_rows(int kind) { return KV_AVX512 ? 8 : kind == KV_DENSE_INT8 ? 4 : 6; }
 
 KV_INLINE X negative(X x) { return sub(set1(0.f), x); }
 KV_INLINE X load_up_to(const float* p, int n) {
@@ -86,7 +87,7 @@ KV_INLINE void dots(const char* w, int64_t next, const Soon& soon, const char* x
     KV_UNROLL(2) for (int k = 0; k < (inputs + 1) / 2; k++) {
       Words a[P];
       for (int p = 0; p < P; p++) ask<KIND, P>(soon, k, p * next), a[p] = load_words((const int8_t*)w + p * next + 32 * (int64_t)k);
-      KV_UNROLL(6) for (int r = 0; r < R; r++) {
+      KV_UNROLL(8) for (int r = 0; r < R; r++) {
         int32_t two;
         std::memcpy(&two, x + r * bytes + 4 * (int64_t)k, 4);
         for (int p = 0; p < P; p++) sum[r][p] = add_products(sum[r][p], a[p], two);
@@ -100,7 +101,7 @@ KV_INLINE void dots(const char* w, int64_t next, const Soon& soon, const char* x
       X a[P];
       for (int p = 0; p < P; p++)
         ask<KIND, P>(soon, k, p * next), a[p] = KIND == KV_DENSE_F32 ? load((const float*)(w + p * next) + PANEL * (int64_t)k) : load_bf16((const uint16_t*)(w + p * next) + PANEL * (int64_t)k);
-      KV_UNROLL(6) for (int r = 0; r < R; r++) {
+      KV_UNROLL(8) for (int r = 0; r < R; r++) {
         const X v = set1(((const float*)(x + r * bytes))[k]);
         for (int p = 0; p < P; p++) sum[r][p] = fma(a[p], v, sum[r][p]);
       }
@@ -124,7 +125,7 @@ void tile(const kv_matrix& m, const Inputs& in, const Out& out, int unit, int t,
   const char *w = (const char*)m.weight + 2 * unit * next, *x = in.row + t * in.bytes;
   Soon soon = {w + 2 * next + next * i / tiles, 64 / tiles};
   X sum[R][2];
-  if constexpr (R <= 2) {
+  if constexpr (R <= 2 || KV_AVX512) {
     dots<KIND, R, 2>(w, next, soon, x, in.bytes, m.inputs, sum);
   } else {
     X one[R][2];
@@ -150,19 +151,17 @@ void tile(const kv_matrix& m, const Inputs& in, const Out& out, int unit, int t,
   }
 }
 
+template <int MOST, class F> KV_INLINE void with_rows(int rows, F& f) {  // f(rows as a type), of 1 to MOST
+  if constexpr (MOST == 1) f(std::integral_constant<int, 1>());
+  else rows == MOST ? f(std::integral_constant<int, MOST>()) : with_rows<MOST - 1>(rows, f);
+}
 // One unit of outputs for T rows, in tiles of nearly equal height.
 template <int KIND> void unit_of(const kv_matrix& m, const Inputs& in, const Out& out, int unit, int T) {
   const int tiles = (T + tile_rows(KIND) - 1) / tile_rows(KIND);
   for (int i = 0; i < tiles; i++) {
     const int t = (int)((int64_t)T * i / tiles), rows = (int)((int64_t)T * (i + 1) / tiles) - t;
-    switch (rows) {
-      case 1: tile<KIND, 1>(m, in, out, unit, t, i, tiles); break;
-      case 2: tile<KIND, 2>(m, in, out, unit, t, i, tiles); break;
-      case 3: tile<KIND, 3>(m, in, out, unit, t, i, tiles); break;
-      case 4: tile<KIND, 4>(m, in, out, unit, t, i, tiles); break;
-      default:
-        if constexpr (tile_rows(KIND) > 4) rows == 5 ? tile<KIND, 5>(m, in, out, unit, t, i, tiles) : tile<KIND, 6>(m, in, out, unit, t, i, tiles);
-    }
+    const auto call = [&](auto of) { tile<KIND, of>(m, in, out, unit, t, i, tiles); };
+    with_rows<tile_rows(KIND)>(rows, call);
   }
 }
 inline void unit_of(const kv_matrix& m, const Inputs& in, const Out& out, int unit, int T) {

@@ -8,7 +8,12 @@ namespace {
 constexpr int TOKENS = 32;
 
 // Sums16: sixteen int16, of pairs of neighbouring products of an unsigned and a signed byte. Laced (bytes.h): 32 bytes.
-#if KV_AVX512 || KV_AVX2
+#if KV_AVX512  // codes are multiplied where they are unpacked: Decoder::dot8, mix8
+KV_INLINE void store_queries(int8_t* out, const float* x) {  // two slots of whole numbers
+  for (int i = 0; i < 32; i += 16) _mm_storeu_si128((__m128i*)(out + i), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(_mm512_loadu_ps(x + i))));
+}
+KV_INLINE void store_row(uint8_t* out, X x) { _mm_storeu_si128((__m128i*)out, _mm512_cvtusepi32_epi8(_mm512_cvtps_epi32(x.a))); }
+#elif KV_AVX2
 struct Sums16 { __m256i a; };
 KV_INLINE Sums16 no_sums16() { return {_mm256_setzero_si256()}; }
 KV_INLINE Sums16 add_pairs(Sums16 s, Laced x, Laced y) { return {_mm256_add_epi16(s.a, _mm256_maddubs_epi16(x.a, y.a))}; }
@@ -28,19 +33,15 @@ KV_INLINE __m256 upper_halves(__m256i x) { return _mm256_cvtepi32_ps(_mm256_srai
 KV_INLINE void floats(Sums16 s, float* out) {  // of interleaved bytes, in the order of slots
   _mm256_storeu_ps(out, upper_halves(_mm256_unpacklo_epi16(s.a, s.a))), _mm256_storeu_ps(out + 8, upper_halves(_mm256_unpackhi_epi16(s.a, s.a)));
 }
-KV_INLINE void store_both(int8_t* out, const float* x) {  // two slots of whole numbers as two runs of bytes
+KV_INLINE void store_queries(int8_t* out, const float* x) {  // two slots of whole numbers as two runs of bytes
   __m256i v[4];
   for (int i = 0; i < 4; i++) v[i] = _mm256_cvtps_epi32(_mm256_loadu_ps(x + 8 * i));
   _mm256_storeu_si256((__m256i*)out, _mm256_packs_epi16(_mm256_packs_epi32(v[0], v[1]), _mm256_packs_epi32(v[2], v[3])));
 }
-#if KV_AVX512
-KV_INLINE void store_row(uint8_t* out, X x) { _mm_storeu_si128((__m128i*)out, _mm512_cvtusepi32_epi8(_mm512_cvtps_epi32(x.a))); }
-#else
 KV_INLINE void store_row(uint8_t* out, X x) {  // sixteen whole numbers in a row
   const __m256i w = _mm256_permute4x64_epi64(_mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)), 0xD8);
   _mm_storeu_si128((__m128i*)out, _mm_packus_epi16(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1)));
 }
-#endif
 #else
 struct Sums16 { int16_t v[16]; };
 KV_INLINE Sums16 no_sums16() { return {}; }
@@ -67,12 +68,13 @@ KV_INLINE void sum16(const Sums8* x, float* out) {
 }
 KV_INLINE void floats(Sums16 s, float* out) { KV_EACH out[i] = s.v[laced_run(i) * 8 + laced_code(0, i)]; }
 KV_INLINE int8_t whole(float x) { return (int8_t)(x != x ? 0.f : x < -128.f ? -128.f : x > 127.f ? 127.f : x); }
-KV_INLINE void store_both(int8_t* out, const float* x) {
+KV_INLINE void store_queries(int8_t* out, const float* x) {
   for (int i = 0; i < 32; i++) out[laced_run(i % 16) * 16 + laced_code(i / 16, i % 16)] = whole(x[i]);
 }
 KV_INLINE void store_row(uint8_t* out, X x) { KV_EACH out[i] = (uint8_t)(x.v[i] >= 0.f && x.v[i] < 256.f ? x.v[i] : 0.f); }
 #endif
 
+#if !KV_AVX512
 // scores [R][16] of queries [R][W] and sixteen tokens [16][W]. SMALL: products of a whole row fit int16.
 template <int R, bool SMALL> static void dot16_bytes(const int8_t* q, int ldq, const uint8_t* x, int ldx, int W, float* scores) {
   Sums8 sum[R][16];
@@ -114,6 +116,8 @@ template <int R> static void mix_bytes(const uint8_t* p, int ldp, const float* b
     }
 }
 
+#endif
+
 struct Query8 {  // up to MAX_R queries of a side in slot order; a part of their lanes has a step of its own
   alignas(32) int8_t q[MAX_R][MAX_SLOTS * 16];
   float step[MAX_GROUPS][MAX_R], sum[MAX_GROUPS][MAX_R];  // of an integer; of all integers times step
@@ -131,17 +135,23 @@ struct Query8 {  // up to MAX_R queries of a side in slot order; a part of their
           const X n = nearest(mul(load(x + c + k), set1(inverse)));
           store(v + k, n), total = add(total, n);
         }
-        store_both(q[r] + p * W + c, v);
+        store_queries(q[r] + p * W + c, v);
       }
       sum[p][r] = hsum(total) * step[p][r];
     }
   }
-  // dots [R][16] with the stored numbers of sixteen tokens: x as bytes, ldx from one to the next, W lanes of part p.
-  void dot(const Decoder& d, const uint8_t* x, int ldx, int W, int p, int R, float* dots) const {
-#define KV_CALL(N) W / 16 * d.top * TOP <= 32767 ? dot16_bytes<N, true>(q[0] + p * W, MAX_SLOTS * 16, x, ldx, W, dots) \
-                                                 : dot16_bytes<N, false>(q[0] + p * W, MAX_SLOTS * 16, x, ldx, W, dots)
+  // dots [R][16] with the stored numbers of sixteen rows, W lanes: part p.
+  void dot(const Decoder& d, const uint8_t* row, int W, int p, int R, float* dots) const {
+#if KV_AVX512
+    d.dot8(q[0] + p * W, MAX_SLOTS * 16, R, row, dots);
+#else
+    alignas(64) uint8_t x[16 * MAX_SLOTS * 16];
+    d.bytes(row, 16, x);
+#define KV_CALL(N) W / 16 * d.top * TOP <= 32767 ? dot16_bytes<N, true>(q[0] + p * W, MAX_SLOTS * 16, x, W, W, dots) \
+                                                 : dot16_bytes<N, false>(q[0] + p * W, MAX_SLOTS * 16, x, W, W, dots)
     KV_ROWS(R, KV_CALL)
 #undef KV_CALL
+#endif
     for (int r = 0; r < R; r++) store(dots + 16 * r, fma(load(dots + 16 * r), set1(d.step * step[p][r]), set1(d.low * sum[p][r])));
   }
 };
@@ -163,7 +173,7 @@ struct Weights8 {  // of a split: probability times scale, per group of channels
       const int m = f_min(TOKENS, n - t);
       X most = set1(0.f), total = set1(0.f), kept = set1(0.f);
       for (int i = 0; i < m; i += 16) most = max(most, load(from + t + i)), total = add(total, load(from + t + i));
-      const float largest = hmax(most), all = hsum(total), room = 32767 / d.top - TOKENS;
+      const float largest = hmax(most), all = hsum(total), room = KV_AVX512 ? 1e30f : 32767 / d.top - TOKENS;
       const float inverse = largest > TINY ? std::fmin(254.f / largest, room / all) : 0.f;
       for (int i = 0; i < m; i += 16) {
         const X x = floor_of(fma(load(from + t + i), set1(inverse), load(dither.v + t + i)));
@@ -176,14 +186,21 @@ struct Weights8 {  // of a split: probability times scale, per group of channels
     }
     return rest * d.low;
   }
-  // out[r] += weights [t, t + n) times the stored numbers of n tokens.
-  void mix(const Lanes& of, const uint8_t* x, int W, int t, int n, int R, float* out, int ldo) const {
+  // out[r] += weights [t, t + n) times the stored numbers of n rows, W lanes each; sixteen rows at a time lie in one block.
+  void mix(const Decoder& d, const Lanes& of, const kv_side& s, const int64_t* token, int W, int t, int n, int R, float* out, int ldo) const {
+#if KV_AVX512
+    for (int i = 0; i < n; i += 16)
+      d.mix8({p[0][0] + t + i, SPLIT, MAX_R * SPLIT, of.group}, {by[0][0] + t / TOKENS, SPLIT / TOKENS, MAX_R * SPLIT / TOKENS, of.group}, R, s.codes + token[i / 16] * s.row_bytes, 16, out, ldo);
+#else
+    alignas(64) uint8_t x[TOKENS * MAX_SLOTS * 16];
+    for (int i = 0; i < n; i += 16) d.bytes(s.codes + token[i / 16] * s.row_bytes, 16, x + i * W);
     for (int c = 0; c < W; c += 32) {
       const int g = of.group[c];
 #define KV_CALL(N) mix_bytes<N>(&p[g][0][t], SPLIT, &by[g][0][t / TOKENS], SPLIT / TOKENS, x + c, W, n, out + c, ldo)
       KV_ROWS(R, KV_CALL)
 #undef KV_CALL
     }
+#endif
   }
 };
 }  // namespace

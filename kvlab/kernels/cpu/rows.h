@@ -32,7 +32,8 @@ constexpr int SPLIT = 256, TILE = 64, ROWS = 96, MAX_R = 4, AHEAD = 64, MAX_GROU
 constexpr float LOG2E = 1.44269504088896341f, LN2 = 0.693147180559945309f;
 
 struct Lanes {  // of a side
-  bool runs;    // slots are two runs of sixteen channels each, laced; or, of whole bytes, one
+  bool runs;    // slots come in pairs: two runs of sixteen channels each, laced; or of whole bytes, or of AVX-512's units
+  bool lined;   // each is sixteen neighbouring channels
   int groups;   // of a token's scales, if each slot lies in one of at most MAX_GROUPS; else 0
   int parts;    // groups that are read one by one: each has slots and bytes of its own; else 1
   bool wide;    // every two slots lie in one group
@@ -55,13 +56,19 @@ struct Sides {
 static void open_lanes(const kv_side& s, Lanes& to) {
   const bool laced = is_codes(s) && s.bits < 8;
   const int lanes = s.slots * 16;
-  to.runs = !laced || (s.slots % 2 == 0 && !Spans(s).odd());
   const bool one = s.axis != KV_TOKEN || s.group == s.width;
   for (int c = 0; c < lanes; c++) to.group[c] = one || s.channel[c] < s.group ? 0 : s.channel[c] / s.group;
+  to.lined = true;
+  for (int c = 0; c < lanes; c++) to.lined = to.lined && s.channel[c] == s.channel[c & ~15] + c % 16;
+#if KV_AVX512
+  to.runs = !laced || unit_size(s) * 4 >= 16 * unit_bytes(s.bits);  // a unit is two slots or more
+#else
+  to.runs = !laced || (s.slots % 2 == 0 && !Spans(s).odd());
   for (int c = 0; laced && to.runs && c < lanes; c++) {
     const int l = c % 32, first = s.channel[c - l + (laced_run(l) ? 4 : 0)];
     to.runs = s.channel[c] == first + laced_code(l / 16, l % 16);
   }
+#endif
   to.groups = s.axis == KV_TOKEN && s.width / s.group <= MAX_GROUPS ? s.width / s.group : 0;
   for (int c = 0; c < lanes; c++)
     if (to.group[c] != to.group[c & ~15]) to.groups = 0;
@@ -81,9 +88,6 @@ static void open_sides(const kv_format& f, Sides& s) {
 }
 static int lanes(const kv_side& s) { return s.slots * 16; }
 static int key_lanes(const kv_format& f) { return lanes(f.k[0]) + (f.keys > 1 ? lanes(f.k[1]) : 0); }
-
-KV_INLINE int f_min(int a, int b) { return a < b ? a : b; }
-KV_INLINE int f_max(int a, int b) { return a > b ? a : b; }
 
 struct Where {  // of one sequence and head
   const kv_format& f;
@@ -129,7 +133,7 @@ KV_INLINE bool folds(const kv_side& s) { return s.axis == KV_TOKEN && s.group ==
 // queries. Weights must not become negative: values need a fit, none of which gives a negative scale.
 KV_INLINE bool as_bytes(const kv_side& s, const Lanes& of, const Decoder& d, bool key) {
   if (!d.top || !of.runs || (of.parts > 1 && lanes(s) / of.parts % 32) || !(key || s.fit || s.axis == KV_NONE)) return false;
-  return folds(s) || s.axis == KV_NONE || (key ? s.axis == KV_BLOCK || of.parts > 1 : of.wide);
+  return folds(s) || s.axis == KV_NONE || (key ? s.axis == KV_BLOCK || of.parts > 1 : KV_AVX512 ? of.groups > 0 : of.wide);
 }
 
 // Calls f(first lane, scale, shift) for every sixteen lanes, of the group of tokens that `token` is in (KV_BLOCK; a group
@@ -138,18 +142,20 @@ template <class F> KV_INLINE void each_block_scale(const kv_side& s, const Lanes
   const int64_t at = token / s.group * s.width;
   const auto put = [&](int c, X a, X b) { f(c, a, s.zero ? fma(a, set1(s.mid), b) : set1(0.f)); };
   const auto zero = [&](int c) { return s.zero ? meta_load(s.zero, s.meta, at + s.channel[c]) : set1(0.f); };
-  const bool laced = is_codes(s) && s.bits < 8;
-  for (int c = 0; c < lanes(s) && of.runs; c += laced ? 32 : 16) {
-    X a[2] = {meta_load(s.scale, s.meta, at + s.channel[c])}, b[2] = {zero(c)};
-    if (laced) {
-      X x[2];
-      lace(a[0], meta_load(s.scale, s.meta, at + s.channel[c + 4]), x), a[0] = x[0], a[1] = x[1];
-      lace(b[0], zero(c + 4), x), b[0] = x[0], b[1] = x[1];
-      put(c + 16, a[1], b[1]);
-    }
-    put(c, a[0], b[0]);
+  if (of.lined) {
+    for (int c = 0; c < lanes(s); c += 16) put(c, meta_load(s.scale, s.meta, at + s.channel[c]), zero(c));
+    return;
   }
-  for (int c = 0; c < lanes(s) && !of.runs; c += 16) {
+#if !KV_AVX512
+  for (int c = 0; c < lanes(s) && of.runs; c += 32) {
+    X a[2], b[2];
+    lace(meta_load(s.scale, s.meta, at + s.channel[c]), meta_load(s.scale, s.meta, at + s.channel[c + 4]), a);
+    lace(zero(c), zero(c + 4), b);
+    for (int i = 0; i < 2; i++) put(c + 16 * i, a[i], b[i]);
+  }
+  if (of.runs) return;
+#endif
+  for (int c = 0; c < lanes(s); c += 16) {
     alignas(64) float a[16], b[16];
     for (int l = 0; l < 16; l++) {
       const int64_t i = at + (s.channel[c + l] < 0 ? 0 : s.channel[c + l]);

@@ -6,12 +6,15 @@
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__) && defined(__AVX512VBMI__) && defined(__AVX512VNNI__)
 #define KV_AVX512 1
 #include <immintrin.h>
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define KV_AVX2 1
 #include <immintrin.h>
+#endif
+#ifndef KV_AVX512
+#define KV_AVX512 0
 #endif
 #if defined(__GNUC__)
 #define KV_INLINE static inline __attribute__((always_inline))
@@ -95,23 +98,25 @@ KV_INLINE Y y_set1(float v) { return _mm512_set1_ps(v); }
 KV_INLINE Y y_load(const float* p) { return _mm512_loadu_ps(p); }
 KV_INLINE void y_store(float* p, Y x) { _mm512_storeu_ps(p, x); }
 KV_INLINE Y y_fma(Y x, Y y, Y z) { return _mm512_fmadd_ps(x, y, z); }
-KV_INLINE void lace(X a, X b, X* out) {
-  out[0].a = _mm512_permutex2var_ps(a.a, _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23), b.a);
-  out[1].a = _mm512_permutex2var_ps(a.a, _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31), b.a);
-}
 KV_INLINE void deal(X a, X b, X* out) {
   const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
   out[0].a = _mm512_permutex2var_ps(a.a, even, b.a), out[1].a = _mm512_permutex2var_ps(a.a, _mm512_add_epi32(even, _mm512_set1_epi32(1)), b.a);
 }
+// Sums of lanes, as few shuffles as there can be: four vectors -> one that holds four partial sums of each, four of those -> sums.
+KV_INLINE X fold(X a, X b, X c, X d) {
+  const __m512 x = _mm512_add_ps(_mm512_shuffle_f32x4(a.a, b.a, 0x44), _mm512_shuffle_f32x4(a.a, b.a, 0xEE));
+  const __m512 y = _mm512_add_ps(_mm512_shuffle_f32x4(c.a, d.a, 0x44), _mm512_shuffle_f32x4(c.a, d.a, 0xEE));
+  return {_mm512_add_ps(_mm512_shuffle_f32x4(x, y, 0x88), _mm512_shuffle_f32x4(x, y, 0xDD))};
+}
+KV_INLINE X folded(const X* f) {  // f[k] = fold of vectors k, k + 4, k + 8, k + 12
+  const __m512 x = _mm512_add_ps(_mm512_unpacklo_ps(f[0].a, f[2].a), _mm512_unpackhi_ps(f[0].a, f[2].a));
+  const __m512 y = _mm512_add_ps(_mm512_unpacklo_ps(f[1].a, f[3].a), _mm512_unpackhi_ps(f[1].a, f[3].a));
+  return {_mm512_add_ps(_mm512_unpacklo_ps(x, y), _mm512_unpackhi_ps(x, y))};
+}
 KV_INLINE void reduce16(const Y* x, float* out) {
-  for (int i = 0; i < 16; i += 4) {
-    __m128 s[4];
-    for (int j = 0; j < 4; j++) {
-      __m256 h = _mm256_add_ps(_mm512_castps512_ps256(x[i + j]), _mm512_extractf32x8_ps(x[i + j], 1));
-      s[j] = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
-    }
-    _mm_storeu_ps(out + i, _mm_hadd_ps(_mm_hadd_ps(s[0], s[1]), _mm_hadd_ps(s[2], s[3])));
-  }
+  X f[4];
+  for (int k = 0; k < 4; k++) f[k] = fold({x[k]}, {x[k + 4]}, {x[k + 8]}, {x[k + 12]});
+  store(out, folded(f));
 }
 #elif KV_AVX2
 struct X { __m256 a, b; };

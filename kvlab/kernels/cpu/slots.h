@@ -1,10 +1,9 @@
-// How one side (K or V) of a page is stored, and in which order it is read. `kv_side` is filled by kernels/cpu/attend.py from a
-// codec's own description (kernels/format.py); nothing here knows a method by name.
+// How one side (K or V) of a page is stored. `kv_side` is filled by kernels/cpu/attend.py from a codec's own description
+// (kernels/format.py); nothing here knows a method by name.
 //
-// A row (one token of one head) is read sixteen bytes of its widest plane at a time: a UNIT. A unit of w-bit codes holds
-// 8 / w runs of sixteen. Two runs are unpacked at once (bytes.h) and make two SLOTS of sixteen lanes: the same run of two
-// neighbouring units where a packed row has an even number of them, else two runs of one. `channel` says
-// which channel each lane of each slot is (-1: padding). Queries are brought into slot order once, outputs back into channel order once; rows never.
+// A row (one token of one head) becomes numbers in SLOTs of sixteen lanes, in the order that unpacking costs least: laced.h,
+// and units.h for AVX-512. `channel` says which channel each lane of each slot is (-1: padding). Queries are brought into
+// slot order once, outputs back into channel order once; rows never.
 #pragma once
 #include "bytes.h"
 
@@ -30,6 +29,8 @@ struct kv_side {
 
 namespace {
 constexpr int MAX_UNITS = 16, MAX_SLOTS = 64;
+KV_INLINE int f_min(int a, int b) { return a < b ? a : b; }
+KV_INLINE int f_max(int a, int b) { return a > b ? a : b; }
 
 template <int BITS> struct Bits {  // planes of the binary expansion, widest first
   static constexpr int W = BITS == 8 ? 8 : BITS >= 4 ? 4 : BITS >= 2 ? 2 : 1;
@@ -43,93 +44,38 @@ static int64_t least_row_bytes(const kv_side& s) {
   return (int64_t)s.width * (s.kind == KV_F32 ? 4 : s.kind == KV_BF16 || s.kind == KV_F16 ? 2 : 1);
 }
 
-// Calls f(byte, run, byte, run) for every two runs of `span` bytes, in the order in which they are unpacked.
-template <class F> static void each_pair(int span, bool paired, int per, F f) {
-  if (paired) {
-    for (int b = 0; b < span; b += 32)
-      for (int i = 0; i < per; i++) f(b, i, b + 16, i);
-  } else {
-    for (int b = 0; b < span; b += 16)
-      for (int i = 0; i < per; i += 2) f(b, i, b, i + 1);
-  }
-}
+enum Wanted { NO_BYTES, UNSIGNED, SIGNED };  // which bytes a table's entries become
+constexpr int TOP = 127;                      // the largest of them
 
-// How units are read: two neighbours at once; one by one; one by one, and the last one is not full.
-enum Units { PAIRS, WHOLE, ENDS };
-
-// Rows of `pack` codes of one plane follow each other without a gap: they are read as one.
-struct Spans {
-  int bytes, count, span, stride;  // of a row's widest plane; rows; bytes read as one; from one to the next
-  bool paired;                     // runs of neighbouring units, which lie in one row then
-  explicit Spans(const kv_side& s) {
-    const int w = unit_bytes(s.bits), rows = s.width / s.pack;
-    const bool flat = s.bits == w;
-    bytes = s.pack * w / 8, count = flat ? 1 : rows, span = flat ? bytes * rows : bytes, stride = s.pack / 8 * s.bits;
-    paired = bytes % 32 == 0;
-  }
-  bool odd() const { return !paired && span % 16 > 0; }  // the last unit is not full
-  Units units() const { return paired ? PAIRS : odd() ? ENDS : WHOLE; }
+template <class T> struct Weights {  // of tokens: from one row's to the next one's, from one group's of channels to the next one's
+  const T* p;
+  int row, group;
+  const int32_t* of;  // the group of each lane
 };
 
-// Lane -> channel of every slot; returns the number of slots, or -1 when there are more than the kernels hold.
-static int slot_channels(const kv_side& s, int16_t* channel) {
-  const bool whole = !is_codes(s) || s.bits == 8;  // a lane a byte or more
-  int n = 0;
-  if (whole) {
-    const int width = is_codes(s) ? (s.width + 15) / 16 * 16 : s.width;
-    for (int c = 0; c < width; c++) channel[c] = (int16_t)(c < s.width ? c : -1);
-    return width % 16 || width > MAX_SLOTS * 16 ? -1 : width / 16;
-  }
-  const Spans at(s);
-  const int per = 8 / unit_bytes(s.bits);
-  for (int r = 0; r < at.count; r++)
-    each_pair(at.span, at.paired, per, [&](int b0, int i0, int b1, int i1) {
-      for (int x = 0; x < (at.span - b0 > 8 ? 2 : 1) && n >= 0; x++) {
-        if (n == MAX_SLOTS) { n = -1; return; }
-        for (int l = 0; l < 16; l++) {
-          const int b = (laced_run(l) ? b1 : b0) + laced_code(x, l), row = at.count > 1 ? r : b / at.bytes;
-          channel[n * 16 + l] = (int16_t)(b < at.span ? row * s.pack + (laced_run(l) ? i1 : i0) * at.bytes + b % at.bytes : -1);
-        }
-        n++;
-      }
-    });
-  return n;
-}
-
-// Where the narrower planes of two runs lie (see kernels/packing.py, order `split`): a code's bits are v neighbouring ones of
-// a byte, at W * run + `by`. Runs of the units of a pair come one after another, so only W * run changes between them.
-struct Narrow {  // empty for formats of one plane
-  int offset[2], bytes[2];
-  uint8_t at[MAX_UNITS][2][32], by[MAX_UNITS][2][32];  // of each pair of runs that a row's bytes are read for
+struct Decoder {  // of rows as they are stored: numbers without scales, in slot order
+  virtual void rows(const uint8_t* row, int n, float* out) const = 0;  // [n, lanes]
+  // The same as bytes, for the fast arithmetic: number = step * byte + low, no byte larger than `top`. top 0: there are none.
+  // Two slots after two slots, or, with AVX-512, multiplied where they are: sums [R][16] of q [R][lanes] and sixteen rows;
+  // acc [R] += by * p [groups][R][n] times n rows, n a multiple of four.
+  virtual void bytes(const uint8_t*, int, uint8_t*) const {}
+  virtual void dot8(const int8_t* /*q*/, int /*ldq*/, int /*R*/, const uint8_t* /*row*/, float* /*sums*/) const {}
+  virtual void mix8(const Weights<uint8_t>& /*p*/, const Weights<float>& /*by*/, int /*R*/, const uint8_t* /*row*/, int /*n*/, float* /*acc*/, int /*lda*/) const {}
+  // Straight from what is stored (direct.h): scores [R][16] of sixteen rows; acc [R] += p [groups][R][n] times n
+  // rows. False: not done, use rows().
+  virtual bool dot(const float* /*q*/, int /*ldq*/, int /*R*/, const uint8_t* /*row*/, float* /*dots*/) const { return false; }
+  virtual bool mix(const Weights<float>&, int /*R*/, const uint8_t* /*row*/, int /*n*/, float* /*acc*/, int /*lda*/) const { return false; }
+  int top = 0;
+  float step = 0.f, low = 0.f;
 };
 
-template <int BITS> static void narrow_of(const kv_side& s, Narrow& t) {
-  using P = Bits<BITS>;
-  const int wide = s.pack * P::W / 8;
-  const bool paired = wide % 32 == 0;
-  int start = wide, plane = 0;
-  for (int v = 2; v; v /= 2) {
-    if (!(P::REST & v)) continue;
-    const int m = s.pack * v / 8;
-    t.offset[plane] = start, t.bytes[plane] = m;
-    for (int b = 0, u = 0; b < wide; b += paired ? 32 : 16, u++)
-      for (int l = 0; l < 32; l++) {
-        const int j = b + (paired ? l : l % 16), in = j < wide ? j : 0;
-        t.at[u][plane][l] = (uint8_t)(in % m), t.by[u][plane][l] = (uint8_t)(v * (in / m) + (paired || l < 16 ? 0 : P::W));
-      }
-    start += m, plane++;
-  }
-}
-
-// The bits of a plane for the u-th pair of units (or twice a unit), shifted so that run I's begin at bit W * I.
-KV_INLINE Laced narrow_bits(const uint8_t* row, const Narrow& t, int u, int plane) {
-  const uint8_t *p = row + t.offset[plane], *at = t.at[u][plane], *by = t.by[u][plane];
-  const int m = t.bytes[plane];
-  if (m == 8) return shift_fours(all_eight(p), by);
-  if (m % 16 == 0) return shift_fours(both(load_bytes(p + at[0]), load_bytes(p + at[16])), by);
-  if (m == 4) return shift_fours(all_four(p), by);
-  uint8_t b[32];
-  for (int l = 0; l < 32; l++) b[l] = (uint8_t)(p[at[l]] >> by[l]);
-  return load_both(b);
+// A table's entries as bytes.
+template <int BITS> void table_bytes(const float* table, Wanted wanted, Decoder& d, uint8_t* out) {
+  const int n = 1 << BITS;
+  float least = table[0], most = table[0];
+  for (int i = 1; i < n; i++) least = table[i] < least ? table[i] : least, most = table[i] > most ? table[i] : most;
+  d.top = TOP, d.low = wanted == SIGNED ? (least + most) / 2 : least;
+  d.step = most > least ? (most - d.low) / TOP : 1.f;
+  for (int i = 0; i < 32; i++) out[i] = (uint8_t)std::lround((table[i & (n - 1)] - d.low) / d.step);
 }
 }  // namespace

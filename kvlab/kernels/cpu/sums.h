@@ -51,5 +51,4 @@ template <int R> static void mix16(const float* p, int ldp, const float* x, int 
   for (; c + 2 * L <= lanes; c += 2 * L) mix_registers<R, 2>(p, ldp, x + c, width, n, acc + c, lda);
   for (; c < lanes; c += L) mix_registers<R, 1>(p, ldp, x + c, width, n, acc + c, lda);
 }
-#define KV_ROWS(R, CALL) switch (R) { case 1: CALL(1); break; case 2: CALL(2); break; case 3: CALL(3); break; default: CALL(4); }
 }  // namespace

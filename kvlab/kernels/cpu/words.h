@@ -9,7 +9,7 @@ struct Words { __m512i a; };  // sixteen channels x two inputs, int16
 KV_INLINE Sums no_sums() { return {_mm512_setzero_si512()}; }
 KV_INLINE Words load_words(const int8_t* p) { return {_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p))}; }
 KV_INLINE Sums add_products(Sums s, Words w, int32_t two) {
-  return {_mm512_add_epi32(s.a, _mm512_madd_epi16(w.a, _mm512_set1_epi32(two)))};
+  return {_mm512_dpwssd_epi32(s.a, w.a, _mm512_set1_epi32(two))};
 }
 KV_INLINE X to_float(Sums s) { return {_mm512_cvtepi32_ps(s.a)}; }
 KV_INLINE void store_words(int16_t* p, X x) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(x.a))); }

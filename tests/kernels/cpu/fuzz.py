@@ -187,8 +187,7 @@ def layer(seed: int, library) -> str:
 
 def main(path: str, variant: str, seconds: float = SECONDS, seed: int = 0) -> int:
     library = prototypes(lib.open_library(Path(path)))
-    library.kv_isa.restype = lib.ctypes.c_char_p
-    assert library.kv_isa().decode() == variant, f"{path} is {library.kv_isa().decode()}, not {variant}"
+    assert pages.isa_of(library) == variant, f"{path} is {pages.isa_of(library)}, not {variant}"
     done, began = Counter(), time.monotonic()
     while time.monotonic() - began < seconds:
         print(f"\rseed {seed} ", end="", flush=True)

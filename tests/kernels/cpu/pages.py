@@ -27,6 +27,12 @@ from kvlab.kernels.cpu.structs import prototypes  # noqa: F401  (for tests that 
 VARIANTS = tuple(isa.VARIANTS)
 
 
+def isa_of(library: ctypes.CDLL) -> str:
+    """The instruction set that a library was compiled for."""
+    library.kv_isa.restype = ctypes.c_char_p
+    return library.kv_isa().decode()
+
+
 def library(variant: str) -> ctypes.CDLL:
     """The kernels of a variant. Skipped where the CPU or the compiler is missing; what a compiler refuses fails."""
     if missing := isa.lacking(variant):

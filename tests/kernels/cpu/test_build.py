@@ -295,7 +295,11 @@ def test_a_variant_that_the_cpu_lacks_is_refused_with_the_ways_out(source, root,
 @pytest.mark.parametrize(
     ("text", "best"),
     [
-        ("processor\t: 0\nflags\t\t: fpu avx2 fma f16c avx512f avx512bw avx512vl avx512dq\n", "avx512"),
+        (
+            "processor\t: 0\nflags\t\t: fpu avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512vbmi avx512_vnni\n",
+            "avx512",
+        ),
+        ("flags\t\t: fpu avx2 fma f16c avx512f avx512bw avx512vl avx512dq\n", "avx2"),  # Skylake: no vbmi, no vnni
         ("flags\t\t: fpu avx2 fma f16c avx512f avx512dq\n", "avx2"),  # Knights Landing: no bw, no vl
         ("flags\t\t: fpu avx f16c\n", "generic"),
         ("processor\t: 0\nFeatures\t: fp asimd\n", "generic"),  # aarch64
