@@ -7,24 +7,25 @@
 
 #if KV_AVX512
 namespace {
-// D::get(d, row, first, x): four slots of a row from the first on.
+// D::get(d, place, row, x): four slots of a row, from the first on that d.place(first) was asked for.
 template <int R, bool ONE, class D> static void dot16_rows(const D& d, const float* q, int ldq, const uint8_t* row, int64_t row_bytes, int slots, float* dots) {
   X asked[R][4];
   for (int r = 0; r < R; r++)
     for (int s = 0; s < 4; s++) asked[r][s] = load(q + r * ldq + 16 * s);
+  const auto place = d.place(0);
   alignas(64) X part[R][4];
   for (int k = 0; k < 4; k++) {
     X sum[R][4];
     for (int i = 0; i < 4; i++) {
       const uint8_t* at = row + (k + 4 * i) * row_bytes;
       X x[4];
-      D::get(d, at, 0, x);
+      D::get(d, place, at, x);
       for (int r = 0; r < R; r++) {
         sum[r][i] = mul(x[0], asked[r][0]);
         for (int s = 1; s < 4; s++) sum[r][i] = fma(x[s], asked[r][s], sum[r][i]);
       }
       for (int first = 4; !ONE && first < slots; first += 4) {
-        D::get(d, at, first, x);
+        D::get(d, d.place(first), at, x);
         for (int r = 0; r < R; r++)
           for (int s = 0; s < 4; s++) sum[r][i] = fma(x[s], load(q + r * ldq + 16 * (first + s)), sum[r][i]);
       }
@@ -45,11 +46,13 @@ template <int R, bool ONE, class D> static void mix_rows(const D& d, const Weigh
   for (int s = 0; s < 4; s++) p[s] = w.p + (int64_t)w.of[16 * (first + s)] * w.group;
   for (int r = 0; r < R; r++)
     for (int s = 0; s < 4; s++) o[r][s] = load(acc + r * lda + 16 * s);
-  for (int t = 0; t < n; t++, row += row_bytes) {
+  const auto place = d.place(first);
+  const int64_t next = w.row;
+  for (int64_t t = 0; t < n; t++, row += row_bytes) {
     X x[4];
-    D::get(d, row, first, x);
+    D::get(d, place, row, x);
     for (int r = 0; r < R; r++)
-      for (int s = 0; s < 4; s++) o[r][s] = fma(set1(p[ONE ? 0 : s][r * w.row + t]), x[s], o[r][s]);
+      for (int s = 0; s < 4; s++) o[r][s] = fma(set1(p[ONE ? 0 : s][r * next + t]), x[s], o[r][s]);
   }
   for (int r = 0; r < R; r++)
     for (int s = 0; s < 4; s++) store(acc + r * lda + 16 * s, o[r][s]);

@@ -39,7 +39,8 @@ template <int KIND> struct Plain final : Decoder {
   }
 #if KV_AVX512
   struct Four {
-    KV_INLINE void get(const Four&, const uint8_t* row, int first, X* x) { for (int i = 0; i < 4; i++) x[i] = number(row, 16 * (first + i)); }
+    static int place(int first) { return 16 * first; }
+    KV_INLINE void get(const Four&, int channel, const uint8_t* row, X* x) { for (int i = 0; i < 4; i++) x[i] = number(row, channel + 16 * i); }
   };
   bool dot(const float* q, int ldq, int R, const uint8_t* row, float* dots) const override {
     return width % 64 == 0 && (dot16_direct(Four(), q, ldq, R, row, row_bytes, width / 16, dots), true);

@@ -230,16 +230,28 @@ template <int BITS, bool UNIFORM> struct Codes final : Decoder {
     for (int i = 0; i < 64; i++) as_byte[i] = entry[i & (DIRECT ? (1 << BITS) - 1 : 31)];
   }
 
+  template <int N> struct Place {  // of four slots of a row
+    static constexpr int EACH = slots_of_unit<BITS, N>;
+    int64_t pack[4 / EACH];
+    int unit[4 / EACH];
+    Place(const Codes& c, int first) {
+      for (int i = 0; i < 4 / EACH; i++) {
+        const int u = first / EACH + i, g = u / c.units;
+        pack[i] = g * c.pack_bytes, unit[i] = u - g * c.units;
+      }
+    }
+  };
   template <int N> struct Four {  // slots of a row, for direct.h
     const Codes& c;
     const Numbers<BITS, UNIFORM> numbers;
-    KV_INLINE void get(const Four& s, const uint8_t* row, int first, X* x) {
-      constexpr int each = slots_of_unit<BITS, N>;
-      for (int i = 0; i < 4; i += each) {
+    Place<N> place(int first) const { return {c, first}; }
+    KV_INLINE void get(const Four& s, const Place<N>& at, const uint8_t* row, X* x) {
+      constexpr int each = Place<N>::EACH;
+      KV_UNROLL(4)
+      for (int i = 0; i < 4 / each; i++) {
         Index k[each];
-        const int u = (first + i) / each, g = s.c.packs == 1 ? 0 : u / s.c.units;
-        Unpack<BITS, N>::unit(row + g * s.c.pack_bytes, s.c.narrow, u - g * s.c.units, k);
-        for (int j = 0; j < each; j++) x[i + j] = Numbers<BITS, UNIFORM>::look(s.numbers, k[j]);
+        Unpack<BITS, N>::unit(row + at.pack[i], s.c.narrow, at.unit[i], k);
+        for (int j = 0; j < each; j++) x[i * each + j] = Numbers<BITS, UNIFORM>::look(s.numbers, k[j]);
       }
     }
   };
@@ -269,7 +281,7 @@ template <int BITS, bool UNIFORM> struct Codes final : Decoder {
     for (int b = 0; b < all; b += 4) {
       if (b % WIDE == 0) columns<WIDE>(row + b, c.row_bytes, wide);
       const Index w = wide[b % WIDE / 4], more = P::REST ? Index{shifted(rest[b % few / 4], b / few)} : w;
-      const int at = b / 16 * 16 * P::PER + b % 16;
+      const int64_t at = b / 16 * 16 * P::PER + b % 16;
       KV_UNROLL(4)
       for (int i = 0; i < P::PER; i++) {
         Index k = {shifted(w, P::W * i)};
@@ -280,26 +292,30 @@ template <int BITS, bool UNIFORM> struct Codes final : Decoder {
   }
   template <int R> void by_token(const float* q, int ldq, const uint8_t* row, float* dots) const {
     const auto numbers = this->numbers;
+    const float* y[R];
+    for (int r = 0; r < R; r++) y[r] = q + r * ldq;
     X sum[R][2];
     for (auto& s : sum) s[0] = s[1] = set1(0.f);
-    each_four(*this, row, [&](Index four, int at) {
+    each_four(*this, row, [&](Index four, int64_t at) {
       for (int i = 0; i < 4; i++) {
         const X x = Numbers<BITS, UNIFORM>::look(numbers, {shifted(four, 8 * i)});
-        for (int r = 0; r < R; r++) sum[r][i % 2] = fma(x, set1(q[r * ldq + at + i]), sum[r][i % 2]);
+        for (int r = 0; r < R; r++) sum[r][i % 2] = fma(x, set1(y[r][at + i]), sum[r][i % 2]);
       }
     });
     for (int r = 0; r < R; r++) store(dots + 16 * r, add(sum[r][0], sum[r][1]));
   }
   template <int R> void by_token8(const int8_t* q, int ldq, const uint8_t* row, float* sums) const {
     const __m512i entry = _mm512_load_si512(as_byte);
+    const int8_t* y[R];
+    for (int r = 0; r < R; r++) y[r] = q + r * ldq;
     __m512i sum[R];
     for (auto& s : sum) s = _mm512_setzero_si512();
-    each_four(*this, row, [&](Index four, int at) {
+    each_four(*this, row, [&](Index four, int64_t at) {
       const __m512i x = _mm512_permutexvar_epi8(four.a, entry);
       for (int r = 0; r < R; r++) {
-        int32_t y;
-        std::memcpy(&y, q + r * ldq + at, 4);
-        sum[r] = _mm512_dpbusd_epi32(sum[r], x, _mm512_set1_epi32(y));
+        int32_t asked;
+        std::memcpy(&asked, y[r] + at, 4);
+        sum[r] = _mm512_dpbusd_epi32(sum[r], x, _mm512_set1_epi32(asked));
       }
     });
     for (int r = 0; r < R; r++) store(sums + 16 * r, {_mm512_cvtepi32_ps(sum[r])});
@@ -316,22 +332,27 @@ template <int BITS, bool UNIFORM> struct Codes final : Decoder {
   }
   // Four tokens at a time, a byte of each in a channel's lane.
   template <int N, int R> void mix8_rows(const Weights<uint8_t>& w, const Weights<float>& by, const uint8_t* row, int n, int first, float* acc, int lda) const {
-    constexpr int each = slots_of_unit<BITS, N>;
+    constexpr int each = Place<N>::EACH;
+    const Place<N> at(*this, first);
     const __m512i entry = _mm512_load_si512(as_byte);
     const int32_t* of = w.of + 16 * first;
+    const uint8_t* p[4];
+    for (int s = 0; s < 4; s++) p[s] = w.p + (int64_t)of[16 * s] * w.group;
+    const int64_t next = w.row;
     __m512i sum[R][4];
     for (auto& s : sum) for (auto& x : s) x = _mm512_setzero_si512();
-    for (int t = 0; t < n; t += 4, row += 4 * row_bytes)
-      for (int s = 0; s < 4; s += each) {
+    for (int64_t t = 0; t < n; t += 4, row += 4 * row_bytes)
+      KV_UNROLL(4)
+      for (int i = 0; i < 4 / each; i++) {
         Index k[each];
-        const int u = (first + s) / each, g = packs == 1 ? 0 : u / units;
-        Unpack<BITS, N>::four(row + g * pack_bytes, row_bytes, narrow, u - g * units, k);
-        for (int i = 0; i < each; i++) {
-          const __m512i x = _mm512_permutexvar_epi8(k[i].a, entry);
+        Unpack<BITS, N>::four(row + at.pack[i], row_bytes, narrow, at.unit[i], k);
+        KV_UNROLL(4)
+        for (int s = i * each; s < i * each + each; s++) {
+          const __m512i x = _mm512_permutexvar_epi8(k[s - i * each].a, entry);
           for (int r = 0; r < R; r++) {
             int32_t four;
-            std::memcpy(&four, w.p + r * w.row + of[16 * (s + i)] * w.group + t, 4);
-            sum[r][s + i] = _mm512_dpbusd_epi32(sum[r][s + i], _mm512_set1_epi32(four), x);
+            std::memcpy(&four, p[s] + r * next + t, 4);
+            sum[r][s] = _mm512_dpbusd_epi32(sum[r][s], _mm512_set1_epi32(four), x);
           }
         }
       }
