@@ -6,8 +6,8 @@ from functools import lru_cache
 from pathlib import Path
 
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
-# Best first -> compiler flags. What follows -m is the name in /proc/cpuinfo but for underscores. AVX-512 from Ice Lake and
-# Zen 4 on: CPUs without its byte permutations run avx2.
+# Best first -> compiler flags. What follows -m is the name in /proc/cpuinfo but for underscores. AVX-512 from Ice Lake
+# and Zen 4 on: CPUs without its byte permutations run avx2.
 VARIANTS: dict[str, tuple[str, ...]] = {
     "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vbmi", "-mavx512vnni", *AVX2),
     "avx2": AVX2,
