@@ -13,6 +13,7 @@ struct Bytes { __m128i a; };
 struct Laced { __m256i a; };
 KV_INLINE Bytes load_bytes(const uint8_t* p) { return {_mm_loadu_si128((const __m128i*)p)}; }
 KV_INLINE Bytes load_eight(const uint8_t* p) { return {_mm_loadl_epi64((const __m128i*)p)}; }
+KV_INLINE Bytes load_four(const uint8_t* p) { int32_t v; std::memcpy(&v, p, 4); return {_mm_cvtsi32_si128(v)}; }
 KV_INLINE Bytes shuffle(Bytes b, const uint8_t* at) { return {_mm_shuffle_epi8(b.a, _mm_loadu_si128((const __m128i*)at))}; }
 KV_INLINE Laced both(Bytes a, Bytes b) { return {_mm256_inserti128_si256(_mm256_castsi128_si256(a.a), b.a, 1)}; }
 KV_INLINE Laced twice(Bytes a) { return {_mm256_broadcastsi128_si256(a.a)}; }

@@ -57,13 +57,12 @@ template <int R, bool ONE, class D> static void mix_rows(const D& d, const Weigh
   for (int r = 0; r < R; r++)
     for (int s = 0; s < 4; s++) store(acc + r * lda + 16 * s, o[r][s]);
 }
-template <class D> static bool mix_direct(const D& d, const Weights<float>& w, int R, const uint8_t* row, int64_t row_bytes, int n, int slots, float* acc, int lda) {
+template <class D> static void mix_direct(const D& d, const Weights<float>& w, int R, const uint8_t* row, int64_t row_bytes, int n, int slots, float* acc, int lda) {
   for (int s = 0; s < slots; s += 4) {
 #define KV_CALL(N) w.group ? mix_rows<N, false>(d, w, row, row_bytes, n, s, acc + 16 * s, lda) : mix_rows<N, true>(d, w, row, row_bytes, n, s, acc + 16 * s, lda)
     KV_ROWS(R, KV_CALL)
 #undef KV_CALL
   }
-  return true;
 }
 }  // namespace
 #endif

@@ -4,7 +4,7 @@
 
 #include "direct.h"
 #if KV_AVX512
-#include "units.h"
+#include "unit_codes.h"
 #else
 #include "laced.h"
 #endif
@@ -46,7 +46,7 @@ template <int KIND> struct Plain final : Decoder {
     return width % 64 == 0 && (dot16_direct(Four(), q, ldq, R, row, row_bytes, width / 16, dots), true);
   }
   bool mix(const Weights<float>& w, int R, const uint8_t* row, int n, float* acc, int lda) const override {
-    return width % 64 == 0 && mix_direct(Four(), w, R, row, row_bytes, n, width / 16, acc, lda);
+    return width % 64 == 0 && (mix_direct(Four(), w, R, row, row_bytes, n, width / 16, acc, lda), true);
   }
 #endif
 };

@@ -1,0 +1,220 @@
+// Decoders of codes for AVX-512: numbers by a permute of up to 32 table entries, scores and sums straight from the units.
+#pragma once
+#include <type_traits>
+
+#include "direct.h"
+#include "units.h"
+
+namespace {
+template <int BITS, bool UNIFORM> struct Numbers {  // of codes
+  X t[2];
+  const float* table;
+  float mid;
+  explicit Numbers(const kv_side& s) : t{}, table(s.table), mid(s.mid) {
+    float full[32];
+    for (int i = 0; i < 32 && BITS <= 5; i++) full[i] = table[i & ((1 << BITS) - 1)];
+    for (int i = 0; i < 2 && BITS <= 5; i++) t[i] = load(full + 16 * i);
+  }
+  KV_INLINE X look(const Numbers& n, Index c) {
+    if constexpr (BITS <= 4) return {_mm512_permutexvar_ps(c.a, n.t[0].a)};
+    if constexpr (BITS == 5) return {_mm512_permutex2var_ps(n.t[0].a, c.a, n.t[1].a)};
+    const __m512i code = _mm512_and_si512(c.a, _mm512_set1_epi32((1 << BITS) - 1));
+    if constexpr (UNIFORM) return sub({_mm512_cvtepi32_ps(code)}, set1(n.mid));
+    return {_mm512_i32gather_ps(code, n.table, 4)};
+  }
+};
+
+template <int BITS, bool UNIFORM> struct Codes final : Decoder {
+  using P = Bits<BITS>;
+  const int unit, packs, units, slots;  // bytes of a unit; packed rows of a row, units of each; slots of a row
+  const int64_t row_bytes, pack_bytes;
+  const Numbers<BITS, UNIFORM> numbers;
+  Narrow narrow;
+  alignas(64) uint8_t as_byte[64];
+  Codes(const kv_side& s, Wanted wanted)
+      : unit(unit_size(s)), packs(s.width / s.pack), units(s.pack * P::W / 8 / unit), slots(s.slots), row_bytes(s.row_bytes),
+        pack_bytes(s.pack * BITS / 8), numbers(s) {
+    if (P::REST) narrow_of<BITS>(s, narrow);
+    if (wanted == UNSIGNED ? by_tokens() : wanted == SIGNED && by_fours()) take_bytes(s, wanted);
+  }
+
+  template <int N, class F> void each(const uint8_t* row, int n, F f) const {  // f(slots of a unit)
+    for (int t = 0; t < n; t++, row += row_bytes)
+      for (int g = 0; g < packs; g++)
+        for (int u = 0; u < units; u++) {
+          Index c[slots_of_unit<BITS, N>];
+          Unpack<BITS, N>::unit(row + g * pack_bytes, narrow, u, c);
+          f(c);
+        }
+  }
+  template <class F> KV_INLINE void by_unit(int unit, F f) {  // f(its number of bytes, as a type)
+    if (unit == 16) return f(std::integral_constant<int, 16>());
+    if (unit == 8) return f(std::integral_constant<int, 8>());
+    if (unit == 4) return f(std::integral_constant<int, 4>());
+    unit == 2 ? f(std::integral_constant<int, 2>()) : f(std::integral_constant<int, 1>());
+  }
+  void rows(const uint8_t* row, int n, float* out) const override {
+    by_unit(unit, [&](auto N) {
+      const auto numbers = this->numbers;  // a copy: it stays in registers while floats are stored
+      each<N>(row, n, [&](const Index* c) {
+        for (int i = 0; i < slots_of_unit<BITS, N>; i++, out += 16) store(out, Numbers<BITS, UNIFORM>::look(numbers, c[i]));
+      });
+    });
+  }
+
+  static constexpr bool DIRECT = BITS <= 5, TOKENS_TOO = DIRECT && P::W >= 2;  // else a table is too large, or a bit too small
+  static constexpr int MOST = P::W == 1 ? 8 : 16;                              // bytes of a unit
+  // Which rows are read sixteen at a time, a token in each lane; and which ones without a buffer.
+  bool by_tokens() const { return TOKENS_TOO && packs == 1 && unit == 16 && slots % 4 == 0 && (!P::REST || slots <= 8); }
+  bool by_rows() const { return DIRECT && slots % 4 == 0 && unit >= MOST / 2; }
+  bool by_fours() const {  // and whose narrower plane's bytes are in a unit's order
+    return by_rows() && (!P::REST || (unit == 16 && (narrow.bytes[0] == 8 || narrow.bytes[0] % 16 == 0)) || (unit == 8 && narrow.bytes[0] == 4));
+  }
+  void take_bytes(const kv_side& s, Wanted wanted) {
+    top = (1 << BITS) - 1, step = 1.f, low = -s.mid;
+    uint8_t entry[32];
+    for (int i = 0; i < 32; i++) entry[i] = (uint8_t)i;
+    if (s.kind == KV_TABLE) table_bytes<BITS>(s.table, wanted, *this, entry);
+    for (int i = 0; i < 64; i++) as_byte[i] = entry[i & (DIRECT ? (1 << BITS) - 1 : 31)];
+  }
+
+  template <int N> struct Place {  // of four slots of a row
+    static constexpr int EACH = slots_of_unit<BITS, N>;
+    int64_t pack[4 / EACH];
+    int unit[4 / EACH];
+    Place(const Codes& c, int first) {
+      for (int i = 0; i < 4 / EACH; i++) {
+        const int u = first / EACH + i, g = u / c.units;
+        pack[i] = g * c.pack_bytes, unit[i] = u - g * c.units;
+      }
+    }
+  };
+  template <int N> struct Four {  // slots of a row, for direct.h
+    const Codes& c;
+    const Numbers<BITS, UNIFORM> numbers;
+    Place<N> place(int first) const { return {c, first}; }
+    KV_INLINE void get(const Four& s, const Place<N>& at, const uint8_t* row, X* x) {
+      constexpr int each = Place<N>::EACH;
+      KV_UNROLL(4)
+      for (int i = 0; i < 4 / each; i++) {
+        Index k[each];
+        Unpack<BITS, N>::unit(row + at.pack[i], s.c.narrow, at.unit[i], k);
+        for (int j = 0; j < each; j++) x[i * each + j] = Numbers<BITS, UNIFORM>::look(s.numbers, k[j]);
+      }
+    }
+  };
+  bool dot(const float* q, int ldq, int R, const uint8_t* row, float* dots) const override {
+    if constexpr (TOKENS_TOO) {
+#define KV_CALL(N) by_token<N>(q, ldq, row, dots)
+      if (by_tokens()) KV_ROWS(R, KV_CALL)
+#undef KV_CALL
+    }
+    return by_tokens();
+  }
+  // With a token in each lane no sum of lanes is left, and a query's channel is one number. Calls f(codes of four channels of
+  // each token, a byte each, place of the first of them) four channels at a time.
+  template <class F> KV_INLINE void each_four(const Codes& c, const uint8_t* row, F f) {
+    constexpr int WIDE = 8 * P::W;  // bytes of 64 codes
+    const int all = c.units * 16, few = c.slots * 2;  // bytes of the widest plane, and of the narrow one
+    Index wide[WIDE / 4], rest[4];
+    if (P::REST && few == 8) columns<8>(row + all, c.row_bytes, rest);
+    else if (P::REST) columns<16>(row + all, c.row_bytes, rest);
+    for (int b = 0; b < all; b += 4) {
+      if (b % WIDE == 0) columns<WIDE>(row + b, c.row_bytes, wide);
+      const Index w = wide[b % WIDE / 4], more = P::REST ? Index{shifted(rest[b % few / 4], b / few)} : w;
+      const int64_t at = b / 16 * 16 * P::PER + b % 16;
+      KV_UNROLL(4)
+      for (int i = 0; i < P::PER; i++) {
+        Index k = {shifted(w, P::W * i)};
+        if (P::REST) k.a = _mm512_ternarylogic_epi32(k.a, shifted(more, P::W * i - P::W), _mm512_set1_epi8((1 << P::W) - 1), 0xE4);
+        f(k, at + 16 * i);
+      }
+    }
+  }
+  template <int R> void by_token(const float* q, int ldq, const uint8_t* row, float* dots) const {
+    const auto numbers = this->numbers;
+    const float* y[R];
+    for (int r = 0; r < R; r++) y[r] = q + r * ldq;
+    X sum[R][2];
+    for (auto& s : sum) s[0] = s[1] = set1(0.f);
+    each_four(*this, row, [&](Index four, int64_t at) {
+      for (int i = 0; i < 4; i++) {
+        const X x = Numbers<BITS, UNIFORM>::look(numbers, {shifted(four, 8 * i)});
+        for (int r = 0; r < R; r++) sum[r][i % 2] = fma(x, set1(y[r][at + i]), sum[r][i % 2]);
+      }
+    });
+    for (int r = 0; r < R; r++) store(dots + 16 * r, add(sum[r][0], sum[r][1]));
+  }
+  template <int R> void by_token8(const int8_t* q, int ldq, const uint8_t* row, float* sums) const {
+    const __m512i entry = _mm512_load_si512(as_byte);
+    const int8_t* y[R];
+    for (int r = 0; r < R; r++) y[r] = q + r * ldq;
+    __m512i sum[R];
+    for (auto& s : sum) s = _mm512_setzero_si512();
+    each_four(*this, row, [&](Index four, int64_t at) {
+      const __m512i x = _mm512_permutexvar_epi8(four.a, entry);
+      for (int r = 0; r < R; r++) {
+        int32_t asked;
+        std::memcpy(&asked, y[r] + at, 4);
+        sum[r] = _mm512_dpbusd_epi32(sum[r], x, _mm512_set1_epi32(asked));
+      }
+    });
+    for (int r = 0; r < R; r++) store(sums + 16 * r, {_mm512_cvtepi32_ps(sum[r])});
+  }
+  void dot8(const int8_t* q, int ldq, int R, const uint8_t* row, float* sums) const override {
+    if constexpr (TOKENS_TOO) {
+#define KV_CALL(N) by_token8<N>(q, ldq, row, sums)
+      KV_ROWS(R, KV_CALL)
+#undef KV_CALL
+    }
+  }
+  bool mix(const Weights<float>& w, int R, const uint8_t* row, int n, float* acc, int lda) const override {
+    const auto with = [&](const auto& four) { mix_direct(four, w, R, row, row_bytes, n, slots, acc, lda); };
+    if constexpr (DIRECT) {
+      if (by_rows()) unit == MOST ? with(Four<MOST>{*this, numbers}) : with(Four<MOST / 2>{*this, numbers});
+    }
+    return by_rows();
+  }
+  // Four tokens at a time, a byte of each in a channel's lane.
+  template <int N, int R> void mix8_rows(const Weights<uint8_t>& w, const Weights<float>& by, const uint8_t* row, int n, int first, float* acc, int lda) const {
+    constexpr int each = Place<N>::EACH;
+    const Place<N> at(*this, first);
+    const __m512i entry = _mm512_load_si512(as_byte);
+    const int32_t* of = w.of + 16 * first;
+    const uint8_t* p[4];
+    for (int s = 0; s < 4; s++) p[s] = w.p + (int64_t)of[16 * s] * w.group;
+    const int64_t next = w.row;
+    __m512i sum[R][4];
+    for (auto& s : sum) for (auto& x : s) x = _mm512_setzero_si512();
+    for (int64_t t = 0; t < n; t += 4, row += 4 * row_bytes)
+      KV_UNROLL(4)
+      for (int i = 0; i < 4 / each; i++) {
+        Index k[each];
+        Unpack<BITS, N>::four(row + at.pack[i], row_bytes, narrow, at.unit[i], k);
+        KV_UNROLL(4)
+        for (int s = i * each; s < i * each + each; s++) {
+          const __m512i x = _mm512_permutexvar_epi8(k[s - i * each].a, entry);
+          for (int r = 0; r < R; r++) {
+            int32_t four;
+            std::memcpy(&four, p[s] + r * next + t, 4);
+            sum[r][s] = _mm512_dpbusd_epi32(sum[r][s], _mm512_set1_epi32(four), x);
+          }
+        }
+      }
+    for (int r = 0; r < R; r++)
+      for (int s = 0; s < 4; s++) {
+        float* to = acc + r * lda + 16 * s;
+        store(to, fma({_mm512_cvtepi32_ps(sum[r][s])}, set1(by.p[r * by.row + of[16 * s] * by.group]), load(to)));
+      }
+  }
+  void mix8(const Weights<uint8_t>& w, const Weights<float>& by, int R, const uint8_t* row, int n, float* acc, int lda) const override {
+    if constexpr (DIRECT) {
+      for (int s = 0; s < slots; s += 4) {
+#define KV_CALL(M) unit == MOST ? mix8_rows<MOST, M>(w, by, row, n, s, acc + 16 * s, lda) : mix8_rows<MOST / 2, M>(w, by, row, n, s, acc + 16 * s, lda)
+        KV_ROWS(R, KV_CALL)
+#undef KV_CALL
+      }
+    }
+  }
+};
+}  // namespace
