@@ -117,7 +117,8 @@ def writes(r: random.Random, cache: Cache, layers: Layers) -> None:
         T = r.choice((1, 2, 7, 33))
         at = torch.randperm(blocks * B)[: cache.geom.Hk * T]
         at[-1] = blocks * B - 1
-        k, v = torch.randn(cache.geom.Hk, T, D), torch.randn(cache.geom.Hk, T, D) * 10 ** r.uniform(-9, 4)
+        k, v = torch.randn(2, cache.geom.Hk, T, D)
+        v = v * 10 ** r.uniform(-9, 3)  # a norm fits float16
         if len(at) == cache.geom.Hk * T:
             if bad is not None:
                 v[-1, -1, r.randrange(D)] = bad
