@@ -145,8 +145,8 @@ def _attention(folder: Path) -> list[str]:
             lines.append(f"| {r['shape']} | {r['context']:,} | {r['side'][6:]} | {1000 * r['ms_median']:,.0f} | {x} |")
     return [
         "One decoding row's attention over a paged cache, one layer, one thread, and how many times faster it is than "
-        "torch over a contiguous full cache (best form found in bf16, in fp32; SDPA as transformers calls it; torch's bf16 "
-        "products take AVX512-BF16 where a CPU has it, kvlab's numbers are float32; "
+        "torch over a contiguous full cache (best form found in bf16, in fp32; SDPA as transformers calls it; torch's "
+        "bf16 products take AVX512-BF16 where a CPU has it, kvlab's numbers are float32; "
         f"load average {min(r['load'] for r in data):.1f} to {max(r['load'] for r in data):.1f}; other contexts in "
         "`benchmarks/results/decode_attention.jsonl`):", "",
         "| shape | context | codec | µs | x best bf16 | x best fp32 | x SDPA fp32 |", "|:--|--:|:--|--:|--:|--:|--:|",
