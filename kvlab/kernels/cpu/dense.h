@@ -7,6 +7,8 @@
 //              by 1 / (2 top) of the row's largest.
 // The order of a sum depends on nothing but its length: a row's bits are the same in every batch and for all threads.
 #pragma once
+#include <type_traits>
+
 #include "words.h"
 
 struct kv_matrix {
