@@ -34,7 +34,7 @@ static void scores(const kv_format& f, const Sides& d, const Where& w, int R, co
       }
     const bool per_channel = k.axis == KV_BLOCK;  // a group's scales multiply the queries instead of its sixteen tokens
     const bool per_token = folds(k) || parts > 1, fine = k.axis == KV_TOKEN && !per_token;
-    const bool bytes = as_bytes(k, d.of[i], *d.k[i], true);
+    const bool bytes = as_bytes(k, d.of[i], *d.part[i], true);
     Query8 asked;
     if (bytes && !per_channel) asked.take(q + at, ldq, R, lanes(k), parts);
     Signs signs;

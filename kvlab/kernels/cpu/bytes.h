@@ -1,5 +1,5 @@
-// Bytes: sixteen of them, one unit of a page's row. Laced: two runs of sixteen codes at once, which become 32 floats in the
-// order that unpacking costs nothing: every eight floats are four of the first run and the same four of the second.
+// Bytes: sixteen of them, one unit of a page's row. Laced (not with AVX-512, units.h): two runs of sixteen codes at once, which
+// become 32 floats in the order that unpacking costs nothing: every eight are four of the first run and the same four of the second.
 #pragma once
 #include "simd.h"
 
@@ -10,11 +10,17 @@ constexpr int laced_run(int l) { return l % 8 / 4; }
 
 #if KV_AVX512 || KV_AVX2
 struct Bytes { __m128i a; };
-struct Laced { __m256i a; };
 KV_INLINE Bytes load_bytes(const uint8_t* p) { return {_mm_loadu_si128((const __m128i*)p)}; }
 KV_INLINE Bytes load_eight(const uint8_t* p) { return {_mm_loadl_epi64((const __m128i*)p)}; }
 KV_INLINE Bytes load_four(const uint8_t* p) { int32_t v; std::memcpy(&v, p, 4); return {_mm_cvtsi32_si128(v)}; }
-KV_INLINE Bytes shuffle(Bytes b, const uint8_t* at) { return {_mm_shuffle_epi8(b.a, _mm_loadu_si128((const __m128i*)at))}; }
+#else
+struct Bytes { uint8_t v[16]; };
+KV_INLINE Bytes load_bytes(const uint8_t* p) { Bytes r; std::memcpy(r.v, p, 16); return r; }
+KV_INLINE Bytes load_eight(const uint8_t* p) { Bytes r = {}; std::memcpy(r.v, p, 8); return r; }
+#endif
+
+#if KV_AVX2
+struct Laced { __m256i a; };
 KV_INLINE Laced both(Bytes a, Bytes b) { return {_mm256_inserti128_si256(_mm256_castsi128_si256(a.a), b.a, 1)}; }
 KV_INLINE Laced twice(Bytes a) { return {_mm256_broadcastsi128_si256(a.a)}; }
 KV_INLINE Laced load_both(const uint8_t* p) { return {_mm256_loadu_si256((const __m256i*)p)}; }
@@ -45,12 +51,8 @@ KV_INLINE void unlace(Laced c, Bytes* out) {  // codes of each of the two float 
   const __m128i a = _mm256_castsi256_si128(c.a), b = _mm256_extracti128_si256(c.a, 1);
   out[0].a = _mm_unpacklo_epi32(a, b), out[1].a = _mm_unpackhi_epi32(a, b);
 }
-#else
-struct Bytes { uint8_t v[16]; };
+#elif !KV_AVX512
 struct Laced { uint8_t v[32]; };  // the first run, the second
-KV_INLINE Bytes load_bytes(const uint8_t* p) { Bytes r; std::memcpy(r.v, p, 16); return r; }
-KV_INLINE Bytes load_eight(const uint8_t* p) { Bytes r = {}; std::memcpy(r.v, p, 8); return r; }
-KV_INLINE Bytes shuffle(Bytes b, const uint8_t* at) { Bytes r; KV_EACH r.v[i] = b.v[at[i] & 15]; return r; }
 KV_INLINE Laced both(Bytes a, Bytes b) { Laced r; std::memcpy(r.v, a.v, 16), std::memcpy(r.v + 16, b.v, 16); return r; }
 KV_INLINE Laced twice(Bytes a) { return both(a, a); }
 KV_INLINE Laced load_both(const uint8_t* p) { Laced r; std::memcpy(r.v, p, 32); return r; }
@@ -92,12 +94,10 @@ KV_INLINE Bytes load_bytes(const uint8_t* p, int n) {
 // Numbers: of bytes as they are, and of codes by their table (`low`: the lower two bytes of some entry are not zero).
 #if KV_AVX512
 KV_INLINE X from_int8(Bytes b) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(b.a))}; }
-KV_INLINE X from_uint8(Bytes b) { return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(b.a))}; }
 template <int SHIFT, int MASK>
 KV_INLINE X from_e_bits(Bytes b) {  // sign-extended byte << SHIFT & MASK, as float16
   return {_mm512_cvtph_ps(_mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(b.a), SHIFT), _mm256_set1_epi16((short)MASK)))};
 }
-KV_INLINE X look(Bytes code, const float* t) { return {_mm512_i32gather_ps(_mm512_cvtepu8_epi32(code.a), t, 4)}; }
 #elif KV_AVX2
 KV_INLINE X from_int8(Bytes b) {
   return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(b.a)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(b.a, 8)))};

@@ -85,7 +85,7 @@ KV_API int32_t kv_words(const kv_format* f) {
   Sides d;
   open_sides(*f, d);
   bool keys = false;
-  for (int i = 0; i < f->keys; i++) keys = keys || as_bytes(f->k[i], d.of[i], *d.k[i], true);
+  for (int i = 0; i < f->keys; i++) keys = keys || as_bytes(f->k[i], d.of[i], *d.part[i], true);
   return (keys ? 1 : 0) + (as_bytes(f->v, d.of[2], *d.v, false) ? 2 : 0);
 }
 

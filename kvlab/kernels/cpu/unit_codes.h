@@ -65,7 +65,9 @@ template <int BITS, bool UNIFORM> struct Codes final : Decoder {
   static constexpr bool DIRECT = BITS <= 5, TOKENS_TOO = DIRECT && P::W >= 2;  // else a table is too large, or a bit too small
   static constexpr int MOST = P::W == 1 ? 8 : 16;                              // bytes of a unit
   // Which rows are read sixteen at a time, a token in each lane; and which ones without a buffer.
-  bool by_tokens() const { return TOKENS_TOO && packs == 1 && unit == 16 && slots % 4 == 0 && (!P::REST || slots <= 8); }
+  bool by_tokens() const {
+    return TOKENS_TOO && packs == 1 && unit == 16 && (P::REST ? slots == 4 || slots == 8 : slots % 4 == 0 || slots == 2);
+  }
   bool by_rows() const { return DIRECT && slots % 4 == 0 && unit >= MOST / 2; }
   bool by_fours() const {  // and whose narrower plane's bytes are in a unit's order
     return by_rows() && (!P::REST || (unit == 16 && (narrow.bytes[0] == 8 || narrow.bytes[0] % 16 == 0)) || (unit == 8 && narrow.bytes[0] == 4));
@@ -120,7 +122,8 @@ template <int BITS, bool UNIFORM> struct Codes final : Decoder {
     if (P::REST && few == 8) columns<8>(row + all, c.row_bytes, rest);
     else if (P::REST) columns<16>(row + all, c.row_bytes, rest);
     for (int b = 0; b < all; b += 4) {
-      if (b % WIDE == 0) columns<WIDE>(row + b, c.row_bytes, wide);
+      if (WIDE == 32 && all == 16) b ? void() : columns<16>(row, c.row_bytes, wide);  // 32 codes are all there are
+      else if (b % WIDE == 0) columns<WIDE>(row + b, c.row_bytes, wide);
       const Index w = wide[b % WIDE / 4], more = P::REST ? Index{shifted(rest[b % few / 4], b / few)} : w;
       const int64_t at = b / 16 * 16 * P::PER + b % 16;
       KV_UNROLL(4)

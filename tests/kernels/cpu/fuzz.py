@@ -118,7 +118,8 @@ def writes(r: random.Random, cache: Cache, layers: Layers) -> None:
         at = torch.randperm(blocks * B)[: cache.geom.Hk * T]
         at[-1] = blocks * B - 1
         k, v = torch.randn(2, cache.geom.Hk, T, D)
-        v = v * 10 ** r.uniform(-9, 3)  # a norm fits float16
+        v = v * 10 ** r.uniform(-9, 4)
+        v = v / (v.norm(dim=-1).max() / 30000).clamp(min=1)  # a token's norm fits float16
         if len(at) == cache.geom.Hk * T:
             if bad is not None:
                 v[-1, -1, r.randrange(D)] = bad

@@ -163,3 +163,14 @@ def test_a_table_may_hold_any_numbers(bits, variant):
         x *= 1 + (x > 0).double()
     q = pages.queries(cache, rows)
     pages.assert_exact(cache, rows, q, pages.attend(cache, layers, rows, q))
+
+
+@pytest.mark.parametrize("D", [272, 288, 512])
+@pytest.mark.parametrize("bits", [6, 7])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_narrow_plane_may_be_longer_than_a_register(variant, bits, D):
+    """Two bits of each of more than 256 channels, in whole runs of sixteen bytes and not."""
+    cache = pages.build("turboquant", Geom(1, 2, 1, D), 32, [70], bits_k=bits, bits_v=bits)
+    rows = Rows.last([1], [70])
+    q = pages.queries(cache, rows)
+    pages.assert_exact(cache, rows, q, pages.attend(cache, cache.layers(pages.library(variant)), rows, q))

@@ -215,11 +215,11 @@ def test_a_side_that_the_kernels_cannot_hold_has_no_slots(library, changes):
 
 def test_rows_of_eight_codes_in_two_planes_fill_slots(library):
     """Of 512 channels: more than laced units hold, as many as AVX-512's do."""
-    channel = (ctypes.c_int16 * MAX_LANES)()
+    channel = (ctypes.c_int16 * MAX_LANES)(*[77] * MAX_LANES)
     pages.prototypes(library)
     slots = library.kv_slots(side(width=512, pack=8, bits=3), channel)
     if pages.isa_of(library) != "avx512":
-        assert slots < 0
+        assert slots < 0 and list(channel) == [77] * MAX_LANES
         with pytest.raises(Refused, match="more than the kernels hold"):
             pages.build("int4", Geom(1, 2, 1, 512), 32, [20], group=8, bits=3).layers(library)
     else:
