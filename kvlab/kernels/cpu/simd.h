@@ -18,7 +18,7 @@
 #endif
 #if defined(__GNUC__)
 #define KV_INLINE static inline __attribute__((always_inline))
-#define KV_PREFETCH(p) __builtin_prefetch(p)
+#define KV_PREFETCH(p) __builtin_prefetch(p, 0, 2)  // no nearer than L2: more of these are under way at once
 #define KV_UNROLL(n) _Pragma(KV_TEXT(GCC unroll n))
 #define KV_TEXT(x) #x
 #else
