@@ -18,21 +18,30 @@ struct Split {  // slots [first, first + n) of a decoding row; the first `skip` 
   }
 };
 
+// What scores will need soon: keys AHEAD tokens further on (of the next side of K at the end), and these tokens' values.
+KV_INLINE void ask(const kv_format& f, const Split& x, int i, int t) {
+  const int ahead = t + AHEAD;
+  if (ahead < x.n) prefetch_rows(f.k[i], x.token[ahead / 16]);
+  else if (i + 1 < f.keys && ahead - x.n < x.n) prefetch_rows(f.k[i + 1], x.token[(ahead - x.n) / 16]);
+  if (!i) prefetch_rows(f.v, x.token[t / 16]);
+}
+
 // Scores of R query heads q [R, key lanes].
 static void scores(const kv_format& f, const Sides& d, const Where& w, int R, const float* q, float* buf, Split& x) {
-  const int n = x.n, ldq = key_lanes(f);
+  const int n = x.n, end = (n + 15) & ~15, ldq = key_lanes(f);
   float z[MAX_GROUPS][MAX_R];
   for (int t = 0; t < n && t < AHEAD; t += 16) prefetch_rows(f.k[0], x.token[t / 16]);
   for (int i = 0, at = 0; i < f.keys; at += lanes(f.k[i]), i++) {
     const kv_side& k = f.k[i];
     const int parts = d.of[i].parts, wp = lanes(k) / parts;
+    const int64_t part = part_bytes(k, parts);
     for (int p = 0; p < parts; p++)
       for (int r = 0; r < R; r++) {
         X sum = set1(0.f);
         for (int c = 0; c < wp; c += 16) sum = add(sum, load(q + r * ldq + at + p * wp + c));
         z[p][r] = hsum(sum);
       }
-    const bool per_channel = k.axis == KV_BLOCK;  // a group's scales multiply the queries instead of its sixteen tokens
+    const bool per_channel = k.axis == KV_BLOCK;  // a group's scales multiply the queries instead of its tokens
     const bool per_token = folds(k) || parts > 1, fine = k.axis == KV_TOKEN && !per_token;
     const bool bytes = as_bytes(k, d.of[i], *d.part[i], true);
     Query8 asked;
@@ -41,52 +50,59 @@ static void scores(const kv_format& f, const Sides& d, const Where& w, int R, co
     const bool bits = !bytes && Signs::takes(k, d.of[i]);
     if (bits) signs.take(k, q + at, ldq, R);
     alignas(64) float scaled[MAX_R][MAX_SLOTS * 16];
-    for (int t = 0; t < n; t += 16) {
-      const int64_t at_token = x.token[t / 16];
-      const int ahead = t + AHEAD;
-      if (ahead < n) prefetch_rows(k, x.token[ahead / 16]);
-      else if (i + 1 < f.keys && ahead - n < n) prefetch_rows(f.k[i + 1], x.token[(ahead - n) / 16]);
-      if (!i) prefetch_rows(f.v, at_token);
+    for (int t = 0, m; t < end; t += m) {
+      m = f_min(is_codes(k) ? RUN : 16, end - t);
       const float* y = q + at;
       int ldy = ldq;
-      if (per_channel) {
-        const bool next = !t || at_token % k.group == 0;  // a group of tokens lies in one block: the rest of it follows
-#define KV_CALL(N) scale_queries<N>(k, d.of[i], at_token, q + at, ldq, scaled[0], MAX_SLOTS * 16, z[0])
-        if (next) KV_ROWS(R, KV_CALL)
+      if (per_channel) {  // a group of tokens lies in one block
+        const int64_t first = x.token[t / 16];
+        m = f_min(m, k.group - (int)(first % k.group));
+#define KV_CALL(N) scale_queries<N>(k, d.of[i], first, q + at, ldq, scaled[0], MAX_SLOTS * 16, z[0])
+        if (!t || first % k.group == 0) KV_ROWS(R, KV_CALL)
 #undef KV_CALL
         y = scaled[0], ldy = MAX_SLOTS * 16;
-        if (bytes && next) asked.take(y, ldy, R, lanes(k), 1);
+        if (bytes && (!t || first % k.group == 0)) asked.take(y, ldy, R, lanes(k), 1);
       }
-      alignas(64) float dots[MAX_R][16];
-      X sc_part[MAX_GROUPS], sh_part[MAX_GROUPS];
-      if (parts > 1) group_scales(k, at_token, parts, sc_part, sh_part);
-      const Decoder& one = parts > 1 ? *d.part[i] : *d.k[i];
-      const uint8_t* row = k.codes + at_token * k.row_bytes;
-      for (int p = 0; p < parts; p++, row += part_bytes(k, parts)) {
+      for (int j = t; j < t + m; j += 16) ask(f, x, i, j);
+      alignas(64) float dots[MAX_R][RUN];
+      alignas(64) float scale[MAX_GROUPS][RUN], shift[MAX_GROUPS][RUN];
+      for (int j = 0; parts > 1 && j < m; j += 16) {
+        X a[MAX_GROUPS], b[MAX_GROUPS];
+        group_scales(k, x.token[(t + j) / 16], parts, a, b);
+        for (int p = 0; p < parts; p++) store(&scale[p][j], a[p]), store(&shift[p][j], b[p]);
+      }
+      const Decoder& one = *d.part[i];
+      for (int p = 0; p < parts; p++) {
+        const Stored from{k.codes + p * part, x.token + t / 16, k.row_bytes};
         if (bytes) {
-          asked.dot(one, row, wp, p, R, dots[0]);
+          asked.dot(one, from, m, wp, p, R, dots[0], RUN);
         } else if (bits) {
-#define KV_CALL(N) signs.dot<N>(k, row, dots[0])
+#define KV_CALL(N) signs.dot<N>(k, from, m, dots[0], RUN)
           KV_ROWS(R, KV_CALL)
 #undef KV_CALL
-        } else if (fine || !one.dot(y + p * wp, ldy, R, row, dots[0])) {
-          const float* rows = fine || parts == 1 ? read_rows(k, d.k[i], d.of[i], w, at_token, 16, buf, fine) : buf;
-          if (parts > 1) one.rows(row, 16, buf);
-#define KV_CALL(N) dot16<N>(y + p * wp, ldy, rows, wp, wp, dots[0], 16)
-          KV_ROWS(R, KV_CALL)
+        } else if (fine || !one.dot(y + p * wp, ldy, R, from, m, dots[0], RUN)) {
+          for (int j = 0; j < m; j += 16) {
+            const float* rows = fine || parts == 1 ? read_rows(k, d.k[i], d.of[i], w, x.token[(t + j) / 16], 16, buf, fine) : buf;
+            if (parts > 1) one.rows(Stored::row(from, j), 16, buf);
+#define KV_CALL(N) dot16<N>(y + p * wp, ldy, rows, wp, wp, &dots[0][j], RUN)
+            KV_ROWS(R, KV_CALL)
 #undef KV_CALL
+          }
         }
-        X sc = set1(1.f), sh = set1(0.f);
-        if (parts > 1) sc = sc_part[p], sh = sh_part[p];
-        else if (per_token) token_scales(k, at_token, sc, sh);
-        for (int r = 0; r < R; r++) {
-          X score = load(dots[r]);
-          if (per_token) score = fma(sh, set1(z[p][r]), mul(score, sc));
-          if (per_channel) score = add(score, set1(z[0][r]));
-          store(&x.s[r][t], i || p ? add(load(&x.s[r][t]), score) : score);
+        for (int j = 0; j < m; j += 16) {
+          X sc = set1(1.f), sh = set1(0.f);
+          if (parts > 1) sc = load(&scale[p][j]), sh = load(&shift[p][j]);
+          else if (per_token) token_scales(k, x.token[(t + j) / 16], sc, sh);
+          for (int r = 0; r < R; r++) {
+            X score = load(&dots[r][j]);
+            if (per_token) score = fma(sh, set1(z[p][r]), mul(score, sc));
+            if (per_channel) score = add(score, set1(z[0][r]));
+            store(&x.s[r][t + j], i || p ? add(load(&x.s[r][t + j]), score) : score);
+          }
         }
       }
-      for (int r = 0; r < R; r++) punch(w, at_token, 16, &x.s[r][t]);
+      for (int j = t; f.valid && j < t + m; j += 16)
+        for (int r = 0; r < R; r++) punch(w, x.token[j / 16], 16, &x.s[r][j]);
     }
   }
 }
@@ -96,79 +112,60 @@ static void split_rows(const kv_format& f, const Sides& d, const Where& w, int R
   Split x(w, a, b);
   scores(f, d, w, R, q, buf, x);
   const int n = x.n, end = (n + 15) & ~15, skip = x.skip, ldq = key_lanes(f), wv = lanes(f.v);
-  alignas(64) float v_scale[SPLIT], v_shift[SPLIT];
-  const int groups = folds(f.v) ? 0 : d.of[2].groups;
+  const int groups = d.of[2].groups;
   const bool bytes = as_bytes(f.v, d.of[2], *d.v, false);
   Grouped by_group;
   Weights8 weights;
+  float inverse[MAX_R];
   for (int t = 0; groups && t < end; t += 16) by_group.scales(f.v, w, x.token[t / 16], t, groups, t < skip ? skip - t : 0, n - t < 16 ? n - t : 16);
-  for (int t = 0; folds(f.v) && t < end; t += 16) {
-    X sc, sh;
-    token_scales(f.v, x.token[t / 16], sc, sh);
-    if (t < skip || t + 16 > n) sc = between(sc, skip - t, n - t, 0.f), sh = between(sh, skip - t, n - t, 0.f);
-    if (f.valid) sc = holes(w, x.token[t / 16], sc, nullptr), sh = holes(w, x.token[t / 16], sh, nullptr);
-    store(v_scale + t, sc), store(v_shift + t, sh);
-  }
   for (int r = 0; r < R; r++) {
-    float *s = x.s[r], *o = out + r * wv, start = 0.f, low[MAX_GROUPS] = {};
+    float *s = x.s[r], *o = out + r * wv, low[MAX_GROUPS] = {};
     X top = set1(NEG_INF);
     for (int t = 0; t < end; t += 16) {
       if (t < skip || t + 16 > n) store(s + t, between(load(s + t), skip - t, n - t, NEG_INF));
       top = max(top, load(s + t));
     }
     const float m = hmax(top);
-    const bool bad = !finite(q + r * ldq, ldq), none = m == NEG_INF;  // none: nothing but holes
-    if (bad || none) {
-      lse2[r] = bad ? NAN : NEG_INF, start = bad ? NAN : 0.f;
+    const bool bad = !finite(q + r * ldq, ldq);
+    if (bad || m == NEG_INF) {  // or nothing but holes
+      inverse[r] = bad ? NAN : 0.f, lse2[r] = bad ? NAN : NEG_INF;
       std::memset(s, 0, sizeof(float) * end);
     } else {
       X sum = set1(0.f);
       for (int t = 0; t < end; t += 16) {
         X p = exp2_of(sub(load(s + t), set1(m)));
         if (t < skip || t + 16 > n) p = between(p, skip - t, n - t, 0.f);
-        store(s + t, p);
-        if (f.valid) p = holes(w, x.token[t / 16], p, s + t);
-        sum = add(sum, p);
+        if (f.valid) p = holes(w, x.token[t / 16], p, nullptr);
+        store(s + t, p), sum = add(sum, p);
       }
       const float l = hsum(sum);
-      lse2[r] = m + std::log2(l);
-      X shift = set1(0.f), inv = set1(1.f / l);
-      for (int t = 0; t < end; t += 16) {
-        X p = mul(load(s + t), inv);
-        if (folds(f.v)) shift = fma(p, load(v_shift + t), shift), p = mul(p, load(v_scale + t));
-        store(s + t, p);
-      }
-      start = hsum(shift);
+      lse2[r] = m + std::log2(l), inverse[r] = 1.f / l;
     }
     if (groups) by_group.weigh(r, s, end, groups);
     for (int g = 0; g < f_max(groups, 1); g++) {
-      low[g] = start + (groups ? by_group.sum[g] : 0.f);
+      if (groups) low[g] = by_group.sum[g];
       if (bytes) low[g] += weights.take(*d.v, g, r, groups ? by_group.p[g][r] : s, end);
     }
-    for (int c = 0; c < wv; c++) o[c] = low[groups ? d.of[2].group[c] : 0];
+    for (int c = 0; c < wv; c += 16) store(o + c, set1(low[groups ? d.of[2].group[c] : 0]));
   }
-  if (bytes) {
-    for (int t = 0; t < end; t += TOKENS) weights.mix(*d.v, d.of[2], f.v, x.token + t / 16, wv, t, f_min(TOKENS, end - t), R, out, wv);
-    return;
-  }
-  const Weights<float> all = groups ? Weights<float>{by_group.p[0][0], SPLIT, MAX_R * SPLIT, d.of[2].group} : Weights<float>{x.s[0], SPLIT, 0, d.of[2].group};
+  const Stored from{f.v.codes, x.token, f.v.row_bytes};
+  const Weights<float> all = groups ? Weights<float>{by_group.p[0][0], SPLIT, groups > 1 ? MAX_R * SPLIT : 0, d.of[2].group} : Weights<float>{x.s[0], SPLIT, 0, d.of[2].group};
   // Numbers of codes are numbers also in holes, whose weight is zero; floats may be anything there.
-  bool direct = (groups || folds(f.v) || f.v.axis == KV_NONE) && (is_codes(f.v) || !f.valid);
-  for (int t = 0, more; t < end; t += more) {
-    more = 16;
-    while (direct && t + more < end && x.token[(t + more) / 16] == x.token[t / 16] + more) more += 16;  // of one block
-    const int from = t < skip ? skip - t : 0, to = n - t < more ? n - t : more;
-    if (direct) {
-      direct = d.v->mix({all.p + t + from, all.row, all.group, all.of}, R, f.v.codes + (x.token[t / 16] + from) * f.v.row_bytes, to - from, out, wv);
-      if (!direct) more = 0;
-      continue;
-    }
-    const float* v = read_rows(f.v, d.v, d.of[2], w, x.token[t / 16] + from, to - from, buf, !groups);
-#define KV_CALL(N) groups ? by_group.mix<N>(d.of[2], v, f.v.slots, t + from, to - from, out, wv) \
-                          : mix16<N>(&x.s[0][t + from], SPLIT, v, wv, wv, to - from, out, wv)
-    KV_ROWS(R, KV_CALL)
+  const bool direct = (groups || f.v.axis == KV_NONE) && (is_codes(f.v) || !f.valid);
+  if (bytes) {
+    weights.mix(*d.v, d.of[2], from, wv, end, R, out, wv);
+  } else if (!direct || !d.v->mix(all, R, from, skip, n, out, wv)) {
+    for (int t = 0; t < end; t += 16) {
+      const int first = t < skip ? skip - t : 0, some = f_min(n - t, 16) - first;
+      const float* v = read_rows(f.v, d.v, d.of[2], w, x.token[t / 16] + first, some, buf, !groups);
+#define KV_CALL(N) groups ? by_group.mix<N>(d.of[2], v, f.v.slots, t + first, some, out, wv) \
+                          : mix16<N>(&x.s[0][t + first], SPLIT, v, wv, wv, some, out, wv)
+      KV_ROWS(R, KV_CALL)
 #undef KV_CALL
+    }
   }
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < wv; c += 16) store(out + r * wv + c, mul(load(out + r * wv + c), set1(inverse[r])));
 }
 
 struct Buffer {  // grows once per thread

@@ -5,8 +5,6 @@
 #include "sums.h"
 
 namespace {
-constexpr int TOKENS = 32;
-
 // Sums16: sixteen int16, of pairs of neighbouring products of an unsigned and a signed byte. Laced (bytes.h): 32 bytes.
 #if KV_AVX512  // codes are multiplied where they are unpacked: Decoder::dot8, mix8
 KV_INLINE void store_queries(int8_t* out, const float* x) {  // two slots of whole numbers
@@ -75,8 +73,8 @@ KV_INLINE void store_row(uint8_t* out, X x) { KV_EACH out[i] = (uint8_t)(x.v[i] 
 #endif
 
 #if !KV_AVX512
-// scores [R][16] of queries [R][W] and sixteen tokens [16][W]. SMALL: products of a whole row fit int16.
-template <int R, bool SMALL> static void dot16_bytes(const int8_t* q, int ldq, const uint8_t* x, int ldx, int W, float* scores) {
+// scores [R] of queries [R][W] and sixteen tokens [16][W]. SMALL: products of a whole row fit int16.
+template <int R, bool SMALL> static void dot16_bytes(const int8_t* q, int ldq, const uint8_t* x, int ldx, int W, float* scores, int ld) {
   Sums8 sum[R][16];
   for (int t = 0; t < 16; t++, x += ldx) {
     Sums16 a[R];
@@ -91,7 +89,7 @@ template <int R, bool SMALL> static void dot16_bytes(const int8_t* q, int ldq, c
     }
     for (int r = 0; r < R; r++) sum[r][t] = SMALL ? add_sums(no_sums8(), a[r]) : all[r];
   }
-  for (int r = 0; r < R; r++) sum16(sum[r], scores + r * 16);
+  for (int r = 0; r < R; r++) sum16(sum[r], scores + r * ld);
 }
 
 // acc[r] += by[r] * p[r][t] x[t] over n tokens, an even number of at most TOKENS; 32 lanes.
@@ -119,7 +117,8 @@ template <int R> static void mix_bytes(const uint8_t* p, int ldp, const float* b
 #endif
 
 struct Query8 {  // up to MAX_R queries of a side in slot order; a part of their lanes has a step of its own
-  alignas(32) int8_t q[MAX_R][MAX_SLOTS * 16];
+  static constexpr int LANES = MAX_SLOTS * 16;
+  alignas(64) int8_t q[MAX_R][LANES];
   float step[MAX_GROUPS][MAX_R], sum[MAX_GROUPS][MAX_R];  // of an integer; of all integers times step
   void take(const float* from, int ld, int R, int lanes, int parts) {
     for (int i = 0; i < R * parts; i++) {
@@ -140,19 +139,24 @@ struct Query8 {  // up to MAX_R queries of a side in slot order; a part of their
       sum[p][r] = hsum(total) * step[p][r];
     }
   }
-  // dots [R][16] with the stored numbers of sixteen rows, W lanes: part p.
-  void dot(const Decoder& d, const uint8_t* row, int W, int p, int R, float* dots) const {
+  // dots [R][n] with the stored numbers of n tokens, W lanes: part p. n a multiple of 16.
+  void dot(const Decoder& d, const Stored& from, int n, int W, int p, int R, float* dots, int ld) const {
 #if KV_AVX512
-    d.dot8(q[0] + p * W, MAX_SLOTS * 16, R, row, dots);
+    d.dot8(q[0] + p * W, LANES, R, from, n, dots, ld);
 #else
     alignas(64) uint8_t x[16 * MAX_SLOTS * 16];
-    d.bytes(row, 16, x);
-#define KV_CALL(N) W / 16 * d.top * TOP <= 32767 ? dot16_bytes<N, true>(q[0] + p * W, MAX_SLOTS * 16, x, W, W, dots) \
-                                                 : dot16_bytes<N, false>(q[0] + p * W, MAX_SLOTS * 16, x, W, W, dots)
-    KV_ROWS(R, KV_CALL)
+    for (int t = 0; t < n; t += 16) {
+      d.bytes(Stored::row(from, t), 16, x);
+#define KV_CALL(N) W / 16 * d.top * TOP <= 32767 ? dot16_bytes<N, true>(q[0] + p * W, LANES, x, W, W, dots + t, ld) \
+                                                 : dot16_bytes<N, false>(q[0] + p * W, LANES, x, W, W, dots + t, ld)
+      KV_ROWS(R, KV_CALL)
 #undef KV_CALL
+    }
 #endif
-    for (int r = 0; r < R; r++) store(dots + 16 * r, fma(load(dots + 16 * r), set1(d.step * step[p][r]), set1(d.low * sum[p][r])));
+    for (int r = 0; r < R; r++) {
+      const X a = set1(d.step * step[p][r]), b = set1(d.low * sum[p][r]);
+      for (int t = 0; t < n; t += 16) store(dots + r * ld + t, fma(load(dots + r * ld + t), a, b));
+    }
   }
 };
 
@@ -186,19 +190,21 @@ struct Weights8 {  // of a split: probability times scale, per group of channels
     }
     return rest * d.low;
   }
-  // out[r] += weights [t, t + n) times the stored numbers of n rows, W lanes each; sixteen rows at a time lie in one block.
-  void mix(const Decoder& d, const Lanes& of, const kv_side& s, const int64_t* token, int W, int t, int n, int R, float* out, int ldo) const {
+  // out[r] += weights times the stored numbers of all n tokens, W lanes each.
+  void mix(const Decoder& d, const Lanes& of, const Stored& from, int W, int n, int R, float* out, int ldo) const {
 #if KV_AVX512
-    for (int i = 0; i < n; i += 16)
-      d.mix8({p[0][0] + t + i, SPLIT, MAX_R * SPLIT, of.group}, {by[0][0] + t / TOKENS, SPLIT / TOKENS, MAX_R * SPLIT / TOKENS, of.group}, R, s.codes + token[i / 16] * s.row_bytes, 16, out, ldo);
+    d.mix8({p[0][0], SPLIT, MAX_R * SPLIT, of.group}, {by[0][0], SPLIT / TOKENS, MAX_R * SPLIT / TOKENS, of.group}, R, from, n, out, ldo);
 #else
     alignas(64) uint8_t x[TOKENS * MAX_SLOTS * 16];
-    for (int i = 0; i < n; i += 16) d.bytes(s.codes + token[i / 16] * s.row_bytes, 16, x + i * W);
-    for (int c = 0; c < W; c += 32) {
-      const int g = of.group[c];
-#define KV_CALL(N) mix_bytes<N>(&p[g][0][t], SPLIT, &by[g][0][t / TOKENS], SPLIT / TOKENS, x + c, W, n, out + c, ldo)
-      KV_ROWS(R, KV_CALL)
+    for (int t = 0; t < n; t += TOKENS) {
+      const int some = f_min(TOKENS, n - t);
+      for (int i = 0; i < some; i += 16) d.bytes(Stored::row(from, t + i), 16, x + i * W);
+      for (int c = 0; c < W; c += 32) {
+        const int g = of.group[c];
+#define KV_CALL(N) mix_bytes<N>(&p[g][0][t], SPLIT, &by[g][0][t / TOKENS], SPLIT / TOKENS, x + c, W, some, out + c, ldo)
+        KV_ROWS(R, KV_CALL)
 #undef KV_CALL
+      }
     }
 #endif
   }

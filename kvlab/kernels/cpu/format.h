@@ -42,11 +42,11 @@ template <int KIND> struct Plain final : Decoder {
     static int place(int first) { return 16 * first; }
     KV_INLINE void get(const Four&, int channel, const uint8_t* row, X* x) { for (int i = 0; i < 4; i++) x[i] = number(row, channel + 16 * i); }
   };
-  bool dot(const float* q, int ldq, int R, const uint8_t* row, float* dots) const override {
-    return width % 64 == 0 && (dot16_direct(Four(), q, ldq, R, row, row_bytes, width / 16, dots), true);
+  bool dot(const float* q, int ldq, int R, const Stored& from, int n, float* dots, int ld) const override {
+    return width % 64 == 0 && (dot_direct(Four(), q, ldq, R, from, n, width / 16, dots, ld), true);
   }
-  bool mix(const Weights<float>& w, int R, const uint8_t* row, int n, float* acc, int lda) const override {
-    return width % 64 == 0 && (mix_direct(Four(), w, R, row, row_bytes, n, width / 16, acc, lda), true);
+  bool mix(const Weights<float>& w, int R, const Stored& rows, int from, int to, float* acc, int lda) const override {
+    return width % 64 == 0 && (mix_direct(Four(), w, R, rows, from, to, width / 16, acc, lda), true);
   }
 #endif
 };

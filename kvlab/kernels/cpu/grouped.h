@@ -10,9 +10,15 @@ struct Grouped {
   // Scales of sixteen tokens, zero where they are not in [from, to) or a hole: nothing else may reach a sum.
   void scales(const kv_side& s, const Where& w, int64_t token, int t, int groups, int from, int to) {
     X a[MAX_GROUPS], b[MAX_GROUPS];
-    group_scales(s, token, groups, a, b);
-    for (int g = 0; g < groups; g++) store(&scale[g][t], a[g]), store(&shift[g][t], b[g]);
-    for (int i = 0; (from > 0 || to < 16 || w.f.valid) && i < 16; i++) {
+    if (groups == 1) {
+      token_scales(s, token, a[0], b[0]);
+      store(&scale[0][t], a[0]), store(&shift[0][t], b[0]);
+    } else {
+      group_scales(s, token, groups, a, b);
+      for (int g = 0; g < groups; g++) store(&scale[g][t], a[g]), store(&shift[g][t], b[g]);
+    }
+    if (from <= 0 && to >= 16 && !w.f.valid) return;
+    for (int i = 0; i < 16; i++) {
       const bool seen = i >= from && i < to && (!w.f.valid || w.f.valid[token + i]);
       for (int g = 0; g < groups && !seen; g++) scale[g][t + i] = shift[g][t + i] = 0.f;
     }

@@ -28,7 +28,7 @@ struct kv_view {         // what the rows of some sequences see; made once a ste
 };
 
 namespace {
-constexpr int SPLIT = 256, TILE = 64, ROWS = 96, MAX_R = 4, AHEAD = 64, MAX_GROUPS = 8;
+constexpr int SPLIT = 256, TILE = 64, ROWS = 96, MAX_R = 4, AHEAD = 64, RUN = 64, MAX_GROUPS = 8;
 constexpr float LOG2E = 1.44269504088896341f, LN2 = 0.693147180559945309f;
 
 struct Lanes {  // of a side

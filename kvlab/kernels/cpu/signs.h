@@ -1,15 +1,15 @@
-// Scores of keys of one bit a channel: two bits of a row choose one of four sums of two channels, made once a split.
+// Scores of keys of one bit a channel: two bits of a row choose one of four sums of two channels, made once a split, or
+// with AVX-512 four bits one of sixteen sums of four channels.
 // Sixteen tokens at a time; no bit becomes a float.
 #pragma once
 #include "sums.h"
 
 namespace {
 #if KV_AVX512
+constexpr int SOME = 4;  // bits at once
 struct Words { __m512i a; };  // of sixteen tokens
-KV_INLINE Words next_two(Words w) { return {_mm512_srli_epi32(w.a, 2)}; }
-KV_INLINE X pick(const float* four, Words w) {  // by the lowest two bits
-  return {_mm512_permutevar_ps(_mm512_broadcast_f32x4(_mm_load_ps(four)), w.a)};
-}
+KV_INLINE Words next_bits(Words w) { return {_mm512_srli_epi32(w.a, SOME)}; }
+KV_INLINE X pick(const float* sums, Words w) { return {_mm512_permutexvar_ps(w.a, _mm512_load_ps(sums))}; }  // by the lowest bits
 KV_INLINE Words words(const uint32_t* w) { return {_mm512_loadu_si512(w)}; }
 KV_INLINE int two_words(const uint8_t* p, Words* w) {  // of sixteen rows of eight bytes
   const __m512i x = _mm512_loadu_si512(p), y = _mm512_loadu_si512(p + 64);
@@ -18,10 +18,11 @@ KV_INLINE int two_words(const uint8_t* p, Words* w) {  // of sixteen rows of eig
   return 2;
 }
 #elif KV_AVX2
+constexpr int SOME = 2;
 struct Words { __m256i a, b; };
-KV_INLINE Words next_two(Words w) { return {_mm256_srli_epi32(w.a, 2), _mm256_srli_epi32(w.b, 2)}; }
-KV_INLINE X pick(const float* four, Words w) {
-  const __m256 t = _mm256_broadcast_ps((const __m128*)four);
+KV_INLINE Words next_bits(Words w) { return {_mm256_srli_epi32(w.a, 2), _mm256_srli_epi32(w.b, 2)}; }
+KV_INLINE X pick(const float* sums, Words w) {
+  const __m256 t = _mm256_broadcast_ps((const __m128*)sums);
   return {_mm256_permutevar_ps(t, w.a), _mm256_permutevar_ps(t, w.b)};
 }
 KV_INLINE Words words(const uint32_t* w) { return {_mm256_loadu_si256((const __m256i*)w), _mm256_loadu_si256((const __m256i*)(w + 8))}; }
@@ -35,9 +36,10 @@ KV_INLINE int two_words(const uint8_t* p, Words* w) {  // of sixteen rows of eig
   return 2;
 }
 #else
+constexpr int SOME = 2;
 struct Words { uint32_t v[16]; };
-KV_INLINE Words next_two(Words w) { KV_EACH w.v[i] >>= 2; return w; }
-KV_INLINE X pick(const float* four, Words w) { X r; KV_EACH r.v[i] = four[w.v[i] & 3]; return r; }
+KV_INLINE Words next_bits(Words w) { KV_EACH w.v[i] >>= 2; return w; }
+KV_INLINE X pick(const float* sums, Words w) { X r; KV_EACH r.v[i] = sums[w.v[i] & 3]; return r; }
 KV_INLINE Words words(const uint32_t* w) { Words r; std::memcpy(r.v, w, 64); return r; }
 KV_INLINE int two_words(const uint8_t* p, Words* w) {
   for (int i = 0; i < 32; i++) std::memcpy(w[i % 2].v + i / 2, p + 4 * i, 4);
@@ -46,15 +48,17 @@ KV_INLINE int two_words(const uint8_t* p, Words* w) {
 #endif
 
 struct Signs {
-  static constexpr int EACH = 16;  // twos of a word
-  alignas(64) float sum[16 * EACH][MAX_R][4];
+  static constexpr int EACH = 32 / SOME, SUMS = 1 << SOME;  // of a word; of those channels
+  alignas(64) float sum[16 * EACH][MAX_R][SUMS];
   static bool takes(const kv_side& s, const Lanes& of) {
     return is_codes(s) && s.bits == 1 && s.width % 16 == 0 && of.parts == 1 && (folds(s) || s.axis == KV_NONE);
   }
   // Queries q [R] in slot order. Bit i of byte j of a packed row of nb bytes is channel i * nb + j.
   void take(const kv_side& s, const float* q, int ldq, int R) {
-    const float low[4] = {s.table[0], s.table[1], s.table[0], s.table[1]}, high[4] = {s.table[0], s.table[0], s.table[1], s.table[1]};
     const int nb = s.pack / 8;
+    alignas(64) float by_bit[SOME][SUMS];
+    for (int b = 0; b < SOME; b++)
+      for (int i = 0; i < SUMS; i++) by_bit[b][i] = s.table[i >> b & 1];
     for (int r = 0; r < R; r++) {
       float by_channel[512];
       for (int c = 0; c < lanes(s); c++)
@@ -62,13 +66,23 @@ struct Signs {
       int g = 0;
       for (const float* row = by_channel; row < by_channel + s.width; row += s.pack)
         for (int j = 0; j < nb; j++)
-          for (const float* x = row + j; x < row + s.pack; x += 2 * nb, g++)
-            for (int i = 0; i < 4; i++) sum[g][r][i] = x[0] * low[i] + x[nb] * high[i];
+          for (const float* x = row + j; x < row + s.pack; x += SOME * nb, g++) {
+            float all[SUMS] = {};
+            KV_UNROLL(4)
+            for (int b = 0; b < SOME; b++) {
+              const float one = x[b * nb];
+              for (int i = 0; i < SUMS; i++) all[i] += one * by_bit[b][i];
+            }
+            std::memcpy(sum[g][r], all, sizeof all);
+          }
       for (; g % EACH; g++) std::memset(sum[g][r], 0, sizeof sum[g][r]);
     }
   }
-  // dots [R][16] with the stored numbers of sixteen tokens.
-  template <int R> void dot(const kv_side& s, const uint8_t* row, float* dots) const {
+  // dots [R][n] with the stored numbers of n tokens, a multiple of 16.
+  template <int R> void dot(const kv_side& s, const Stored& from, int n, float* dots, int ld) const {
+    for (int t = 0; t < n; t += 16) dot16<R>(s, Stored::row(from, t), dots + t, ld);
+  }
+  template <int R> void dot16(const kv_side& s, const uint8_t* row, float* dots, int ld) const {
     X a[R];
     for (auto& x : a) x = set1(0.f);
     const int bytes = s.width / 8;
@@ -76,10 +90,10 @@ struct Signs {
       Words w[2];
       const int more = bytes == 8 && s.row_bytes == 8 ? two_words(row, w) : one_word(row + j, s.row_bytes, bytes - j, w);
       for (int k = 0; k < more; k++, j += 4)
-        for (int i = 0; i < EACH; i++, g++, w[k] = next_two(w[k]))
+        for (int i = 0; i < EACH; i++, g++, w[k] = next_bits(w[k]))
           for (int r = 0; r < R; r++) a[r] = add(a[r], pick(sum[g][r], w[k]));
     }
-    for (int r = 0; r < R; r++) store(dots + 16 * r, a[r]);
+    for (int r = 0; r < R; r++) store(dots + r * ld, a[r]);
   }
   static int one_word(const uint8_t* row, int64_t row_bytes, int left, Words* w) {  // of sixteen rows
     alignas(64) uint32_t v[16];

@@ -46,6 +46,7 @@ static int64_t least_row_bytes(const kv_side& s) {
 
 enum Wanted { NO_BYTES, UNSIGNED, SIGNED };  // which bytes a table's entries become
 constexpr int TOP = 127;                      // the largest of them
+constexpr int TOKENS = 32;                    // that share a step of their weights as bytes
 
 template <class T> struct Weights {  // of tokens: from one row's to the next one's, from one group's of channels to the next one's
   const T* p;
@@ -53,18 +54,25 @@ template <class T> struct Weights {  // of tokens: from one row's to the next on
   const int32_t* of;  // the group of each lane
 };
 
+struct Stored {  // tokens of a side, sixteen by sixteen: those of token[t / 16] follow each other
+  const uint8_t* codes;
+  const int64_t* token;
+  int64_t row_bytes;
+  KV_INLINE const uint8_t* row(const Stored& s, int t) { return s.codes + (s.token[t / 16] + t % 16) * s.row_bytes; }
+};
+
 struct Decoder {  // of rows as they are stored: numbers without scales, in slot order
   virtual void rows(const uint8_t* row, int n, float* out) const = 0;  // [n, lanes]
   // The same as bytes, for the fast arithmetic: number = step * byte + low, no byte larger than `top`. top 0: there are none.
-  // Two slots after two slots, or, with AVX-512, multiplied where they are: sums [R][16] of q [R][lanes] and sixteen rows;
-  // acc [R] += by * p [groups][R][n] times n rows, n a multiple of four.
+  // Two slots after two slots, or, with AVX-512, multiplied where they are: sums [R][n] of q [R][lanes] and n tokens;
+  // acc [R] += by [groups][R][n / TOKENS] * p [groups][R][n] times n tokens. n a multiple of 16.
   virtual void bytes(const uint8_t*, int, uint8_t*) const {}
-  virtual void dot8(const int8_t* /*q*/, int /*ldq*/, int /*R*/, const uint8_t* /*row*/, float* /*sums*/) const {}
-  virtual void mix8(const Weights<uint8_t>& /*p*/, const Weights<float>& /*by*/, int /*R*/, const uint8_t* /*row*/, int /*n*/, float* /*acc*/, int /*lda*/) const {}
-  // Straight from what is stored (direct.h): scores [R][16] of sixteen rows; acc [R] += p [groups][R][n] times n
-  // rows. False: not done, use rows().
-  virtual bool dot(const float* /*q*/, int /*ldq*/, int /*R*/, const uint8_t* /*row*/, float* /*dots*/) const { return false; }
-  virtual bool mix(const Weights<float>&, int /*R*/, const uint8_t* /*row*/, int /*n*/, float* /*acc*/, int /*lda*/) const { return false; }
+  virtual void dot8(const int8_t* /*q*/, int /*ldq*/, int /*R*/, const Stored&, int /*n*/, float* /*sums*/, int /*ld*/) const {}
+  virtual void mix8(const Weights<uint8_t>& /*p*/, const Weights<float>& /*by*/, int /*R*/, const Stored&, int /*n*/, float* /*acc*/, int /*lda*/) const {}
+  // Straight from what is stored (direct.h): scores [R][n] of n tokens, a multiple of 16; acc [R] += p [groups][R] times
+  // tokens [from, to). False: not done, use rows().
+  virtual bool dot(const float* /*q*/, int /*ldq*/, int /*R*/, const Stored&, int /*n*/, float* /*dots*/, int /*ld*/) const { return false; }
+  virtual bool mix(const Weights<float>&, int /*R*/, const Stored&, int /*from*/, int /*to*/, float* /*acc*/, int /*lda*/) const { return false; }
   int top = 0;
   float step = 0.f, low = 0.f;
 };

@@ -105,9 +105,9 @@ template <int BITS, bool UNIFORM> struct Codes final : Decoder {
       }
     }
   };
-  bool dot(const float* q, int ldq, int R, const uint8_t* row, float* dots) const override {
+  bool dot(const float* q, int ldq, int R, const Stored& from, int n, float* dots, int ld) const override {
     if constexpr (TOKENS_TOO) {
-#define KV_CALL(N) by_token<N>(q, ldq, row, dots)
+#define KV_CALL(N) by_token<N>(q, ldq, from, n, dots, ld)
       if (by_tokens()) KV_ROWS(R, KV_CALL)
 #undef KV_CALL
     }
@@ -134,52 +134,56 @@ template <int BITS, bool UNIFORM> struct Codes final : Decoder {
       }
     }
   }
-  template <int R> void by_token(const float* q, int ldq, const uint8_t* row, float* dots) const {
+  template <int R> void by_token(const float* q, int ldq, const Stored& from, int n, float* dots, int ld) const {
     const auto numbers = this->numbers;
     const float* y[R];
     for (int r = 0; r < R; r++) y[r] = q + r * ldq;
-    X sum[R][2];
-    for (auto& s : sum) s[0] = s[1] = set1(0.f);
-    each_four(*this, row, [&](Index four, int64_t at) {
-      for (int i = 0; i < 4; i++) {
-        const X x = Numbers<BITS, UNIFORM>::look(numbers, {shifted(four, 8 * i)});
-        for (int r = 0; r < R; r++) sum[r][i % 2] = fma(x, set1(y[r][at + i]), sum[r][i % 2]);
-      }
-    });
-    for (int r = 0; r < R; r++) store(dots + 16 * r, add(sum[r][0], sum[r][1]));
+    for (int t = 0; t < n; t += 16) {
+      X sum[R][2];
+      for (auto& s : sum) s[0] = s[1] = set1(0.f);
+      each_four(*this, Stored::row(from, t), [&](Index four, int64_t at) {
+        for (int i = 0; i < 4; i++) {
+          const X x = Numbers<BITS, UNIFORM>::look(numbers, {shifted(four, 8 * i)});
+          for (int r = 0; r < R; r++) sum[r][i % 2] = fma(x, set1(y[r][at + i]), sum[r][i % 2]);
+        }
+      });
+      for (int r = 0; r < R; r++) store(dots + r * ld + t, add(sum[r][0], sum[r][1]));
+    }
   }
-  template <int R> void by_token8(const int8_t* q, int ldq, const uint8_t* row, float* sums) const {
+  template <int R> void by_token8(const int8_t* q, int ldq, const Stored& from, int n, float* sums, int ld) const {
     const __m512i entry = _mm512_load_si512(as_byte);
     const int8_t* y[R];
     for (int r = 0; r < R; r++) y[r] = q + r * ldq;
-    __m512i sum[R];
-    for (auto& s : sum) s = _mm512_setzero_si512();
-    each_four(*this, row, [&](Index four, int64_t at) {
-      const __m512i x = _mm512_permutexvar_epi8(four.a, entry);
-      for (int r = 0; r < R; r++) {
-        int32_t asked;
-        std::memcpy(&asked, y[r] + at, 4);
-        sum[r] = _mm512_dpbusd_epi32(sum[r], x, _mm512_set1_epi32(asked));
-      }
-    });
-    for (int r = 0; r < R; r++) store(sums + 16 * r, {_mm512_cvtepi32_ps(sum[r])});
+    for (int t = 0; t < n; t += 16) {
+      __m512i sum[R];
+      for (auto& s : sum) s = _mm512_setzero_si512();
+      each_four(*this, Stored::row(from, t), [&](Index four, int64_t at) {
+        const __m512i x = _mm512_permutexvar_epi8(four.a, entry);
+        for (int r = 0; r < R; r++) {
+          int32_t asked;
+          std::memcpy(&asked, y[r] + at, 4);
+          sum[r] = _mm512_dpbusd_epi32(sum[r], x, _mm512_set1_epi32(asked));
+        }
+      });
+      for (int r = 0; r < R; r++) store(sums + r * ld + t, {_mm512_cvtepi32_ps(sum[r])});
+    }
   }
-  void dot8(const int8_t* q, int ldq, int R, const uint8_t* row, float* sums) const override {
+  void dot8(const int8_t* q, int ldq, int R, const Stored& from, int n, float* sums, int ld) const override {
     if constexpr (TOKENS_TOO) {
-#define KV_CALL(N) by_token8<N>(q, ldq, row, sums)
+#define KV_CALL(N) by_token8<N>(q, ldq, from, n, sums, ld)
       KV_ROWS(R, KV_CALL)
 #undef KV_CALL
     }
   }
-  bool mix(const Weights<float>& w, int R, const uint8_t* row, int n, float* acc, int lda) const override {
-    const auto with = [&](const auto& four) { mix_direct(four, w, R, row, row_bytes, n, slots, acc, lda); };
+  bool mix(const Weights<float>& w, int R, const Stored& rows, int from, int to, float* acc, int lda) const override {
+    const auto with = [&](const auto& four) { mix_direct(four, w, R, rows, from, to, slots, acc, lda); };
     if constexpr (DIRECT) {
       if (by_rows()) unit == MOST ? with(Four<MOST>{*this, numbers}) : with(Four<MOST / 2>{*this, numbers});
     }
     return by_rows();
   }
   // Four tokens at a time, a byte of each in a channel's lane.
-  template <int N, int R> void mix8_rows(const Weights<uint8_t>& w, const Weights<float>& by, const uint8_t* row, int n, int first, float* acc, int lda) const {
+  template <int N, int R> void mix8_rows(const Weights<uint8_t>& w, const Weights<float>& by, const Stored& from, int n, int first, float* acc, int lda) const {
     constexpr int each = Place<N>::EACH;
     const Place<N> at(*this, first);
     const __m512i entry = _mm512_load_si512(as_byte);
@@ -187,33 +191,41 @@ template <int BITS, bool UNIFORM> struct Codes final : Decoder {
     const uint8_t* p[4];
     for (int s = 0; s < 4; s++) p[s] = w.p + (int64_t)of[16 * s] * w.group;
     const int64_t next = w.row;
-    __m512i sum[R][4];
-    for (auto& s : sum) for (auto& x : s) x = _mm512_setzero_si512();
-    for (int64_t t = 0; t < n; t += 4, row += 4 * row_bytes)
-      KV_UNROLL(4)
-      for (int i = 0; i < 4 / each; i++) {
-        Index k[each];
-        Unpack<BITS, N>::four(row + at.pack[i], row_bytes, narrow, at.unit[i], k);
-        KV_UNROLL(4)
-        for (int s = i * each; s < i * each + each; s++) {
-          const __m512i x = _mm512_permutexvar_epi8(k[s - i * each].a, entry);
-          for (int r = 0; r < R; r++) {
-            int32_t four;
-            std::memcpy(&four, p[s] + r * next + t, 4);
-            sum[r][s] = _mm512_dpbusd_epi32(sum[r][s], _mm512_set1_epi32(four), x);
-          }
-        }
-      }
+    X o[R][4];
     for (int r = 0; r < R; r++)
-      for (int s = 0; s < 4; s++) {
-        float* to = acc + r * lda + 16 * s;
-        store(to, fma({_mm512_cvtepi32_ps(sum[r][s])}, set1(by.p[r * by.row + of[16 * s] * by.group]), load(to)));
+      for (int s = 0; s < 4; s++) o[r][s] = load(acc + r * lda + 16 * s);
+    for (int64_t t = 0; t < n;) {
+      const float* step = by.p + t / TOKENS;
+      __m512i sum[R][4];
+      for (auto& s : sum) for (auto& x : s) x = _mm512_setzero_si512();
+      for (const int64_t end = f_min((int)t + TOKENS, n); t < end;) {
+        const uint8_t* row = Stored::row(from, (int)t);
+        for (const int64_t stop = t + 16; t < stop; t += 4, row += 4 * row_bytes)
+          KV_UNROLL(4)
+          for (int i = 0; i < 4 / each; i++) {
+            Index k[each];
+            Unpack<BITS, N>::four(row + at.pack[i], row_bytes, narrow, at.unit[i], k);
+            KV_UNROLL(4)
+            for (int s = i * each; s < i * each + each; s++) {
+              const __m512i x = _mm512_permutexvar_epi8(k[s - i * each].a, entry);
+              for (int r = 0; r < R; r++) {
+                int32_t four;
+                std::memcpy(&four, p[s] + r * next + t, 4);
+                sum[r][s] = _mm512_dpbusd_epi32(sum[r][s], _mm512_set1_epi32(four), x);
+              }
+            }
+          }
       }
+      for (int r = 0; r < R; r++)
+        for (int s = 0; s < 4; s++) o[r][s] = fma({_mm512_cvtepi32_ps(sum[r][s])}, set1(step[r * by.row + of[16 * s] * by.group]), o[r][s]);
+    }
+    for (int r = 0; r < R; r++)
+      for (int s = 0; s < 4; s++) store(acc + r * lda + 16 * s, o[r][s]);
   }
-  void mix8(const Weights<uint8_t>& w, const Weights<float>& by, int R, const uint8_t* row, int n, float* acc, int lda) const override {
+  void mix8(const Weights<uint8_t>& w, const Weights<float>& by, int R, const Stored& from, int n, float* acc, int lda) const override {
     if constexpr (DIRECT) {
       for (int s = 0; s < slots; s += 4) {
-#define KV_CALL(M) unit == MOST ? mix8_rows<MOST, M>(w, by, row, n, s, acc + 16 * s, lda) : mix8_rows<MOST / 2, M>(w, by, row, n, s, acc + 16 * s, lda)
+#define KV_CALL(M) unit == MOST ? mix8_rows<MOST, M>(w, by, from, n, s, acc + 16 * s, lda) : mix8_rows<MOST / 2, M>(w, by, from, n, s, acc + 16 * s, lda)
         KV_ROWS(R, KV_CALL)
 #undef KV_CALL
       }
