@@ -49,9 +49,10 @@ static void scores(const kv_format& f, const Sides& d, const Where& w, int R, co
     Signs signs;
     const bool bits = !bytes && Signs::takes(k, d.of[i]);
     if (bits) signs.take(k, q + at, ldq, R);
+    const bool beside = d.part[i]->asks && f.keys == 1 && k.axis == KV_NONE && f.v.axis == KV_NONE;
     alignas(64) float scaled[MAX_R][MAX_SLOTS * 16];
     for (int t = 0, m; t < end; t += m) {
-      m = f_min(is_codes(k) ? RUN : 16, end - t);
+      m = f_min(is_codes(k) || beside ? RUN : 16, end - t);  // as many as can be asked for at once
       const float* y = q + at;
       int ldy = ldq;
       if (per_channel) {  // a group of tokens lies in one block
@@ -63,7 +64,8 @@ static void scores(const kv_format& f, const Sides& d, const Where& w, int R, co
         y = scaled[0], ldy = MAX_SLOTS * 16;
         if (bytes && (!t || first % k.group == 0)) asked.take(y, ldy, R, lanes(k), 1);
       }
-      for (int j = t; j < t + m; j += 16) ask(f, x, i, j);
+      const Soon soon{{k.codes, x.token + f_min(t + AHEAD, end) / 16, k.row_bytes}, {f.v.codes, x.token + t / 16, f.v.row_bytes}, n - t - AHEAD};
+      for (int j = t; !beside && j < t + m; j += 16) ask(f, x, i, j);
       alignas(64) float dots[MAX_R][RUN];
       alignas(64) float scale[MAX_GROUPS][RUN], shift[MAX_GROUPS][RUN];
       for (int j = 0; parts > 1 && j < m; j += 16) {
@@ -80,7 +82,7 @@ static void scores(const kv_format& f, const Sides& d, const Where& w, int R, co
 #define KV_CALL(N) signs.dot<N>(k, from, m, dots[0], RUN)
           KV_ROWS(R, KV_CALL)
 #undef KV_CALL
-        } else if (fine || !one.dot(y + p * wp, ldy, R, from, m, dots[0], RUN)) {
+        } else if (fine || !one.dot(y + p * wp, ldy, R, from, beside ? &soon : nullptr, m, dots[0], RUN)) {
           for (int j = 0; j < m; j += 16) {
             const float* rows = fine || parts == 1 ? read_rows(k, d.k[i], d.of[i], w, x.token[(t + j) / 16], 16, buf, fine) : buf;
             if (parts > 1) one.rows(Stored::row(from, j), 16, buf);

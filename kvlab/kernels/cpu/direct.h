@@ -8,7 +8,7 @@
 #if KV_AVX512
 namespace {
 // D::get(d, place, row, x): four slots of a row, from the first on that d.place(first) was asked for.
-template <int R, bool ONE, class D> static void dot_rows(const D& d, const float* q, int ldq, const Stored& from, int n, int slots, float* dots, int ld) {
+template <int R, bool ONE, class D> static void dot_rows(const D& d, const float* q, int ldq, const Stored& from, const Soon* soon, int n, int slots, float* dots, int ld) {
   X asked[R][4];
   for (int r = 0; r < R; r++)
     for (int s = 0; s < 4; s++) asked[r][s] = load(q + r * ldq + 16 * s);
@@ -18,6 +18,7 @@ template <int R, bool ONE, class D> static void dot_rows(const D& d, const float
     alignas(64) X part[R][4];
     for (int k = 0; k < 4; k++) {
       X sum[R][4];
+      Soon::some(soon, t, k, 4);
       for (int i = 0; i < 4; i++) {
         const uint8_t* at = row + (k + 4 * i) * from.row_bytes;
         X x[4];
@@ -37,8 +38,8 @@ template <int R, bool ONE, class D> static void dot_rows(const D& d, const float
     for (int r = 0; r < R; r++) store(dots + r * ld + t, folded(part[r]));
   }
 }
-template <class D> static void dot_direct(const D& d, const float* q, int ldq, int R, const Stored& from, int n, int slots, float* dots, int ld) {
-#define KV_CALL(N) slots == 4 ? dot_rows<N, true>(d, q, ldq, from, n, slots, dots, ld) : dot_rows<N, false>(d, q, ldq, from, n, slots, dots, ld)
+template <class D> static void dot_direct(const D& d, const float* q, int ldq, int R, const Stored& from, const Soon* soon, int n, int slots, float* dots, int ld) {
+#define KV_CALL(N) slots == 4 ? dot_rows<N, true>(d, q, ldq, from, soon, n, slots, dots, ld) : dot_rows<N, false>(d, q, ldq, from, soon, n, slots, dots, ld)
   KV_ROWS(R, KV_CALL)
 #undef KV_CALL
 }

@@ -24,7 +24,7 @@ static int slot_channels(const kv_side& s, int16_t* channel) {
 template <int KIND> struct Plain final : Decoder {
   const int width;
   const int64_t row_bytes;
-  explicit Plain(const kv_side& s) : width(s.width), row_bytes(s.row_bytes) {}
+  explicit Plain(const kv_side& s) : width(s.width), row_bytes(s.row_bytes) { asks = KV_AVX512 && width % 64 == 0; }
   KV_INLINE X number(const uint8_t* row, int c) {  // sixteen from channel c on
     if constexpr (KIND == KV_F32) return load((const float*)row + c);
     if constexpr (KIND == KV_BF16) return load_bf16((const uint16_t*)row + c);
@@ -42,8 +42,8 @@ template <int KIND> struct Plain final : Decoder {
     static int place(int first) { return 16 * first; }
     KV_INLINE void get(const Four&, int channel, const uint8_t* row, X* x) { for (int i = 0; i < 4; i++) x[i] = number(row, channel + 16 * i); }
   };
-  bool dot(const float* q, int ldq, int R, const Stored& from, int n, float* dots, int ld) const override {
-    return width % 64 == 0 && (dot_direct(Four(), q, ldq, R, from, n, width / 16, dots, ld), true);
+  bool dot(const float* q, int ldq, int R, const Stored& from, const Soon* soon, int n, float* dots, int ld) const override {
+    return width % 64 == 0 && (dot_direct(Four(), q, ldq, R, from, soon, n, width / 16, dots, ld), true);
   }
   bool mix(const Weights<float>& w, int R, const Stored& rows, int from, int to, float* acc, int lda) const override {
     return width % 64 == 0 && (mix_direct(Four(), w, R, rows, from, to, width / 16, acc, lda), true);

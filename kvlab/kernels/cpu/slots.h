@@ -61,6 +61,16 @@ struct Stored {  // tokens of a side, sixteen by sixteen: those of token[t / 16]
   KV_INLINE const uint8_t* row(const Stored& s, int t) { return s.codes + (s.token[t / 16] + t % 16) * s.row_bytes; }
 };
 
+struct Soon {  // what is read next: asked for beside the products, a few lines at a time, if anything is
+  Stored keys, values;
+  int n;  // of keys
+  KV_INLINE void some(const Soon* s, int t, int part, int parts) {  // of sixteen tokens
+    if (!s) return;
+    for (int64_t b = part * 64; t < s->n && b < 16 * s->keys.row_bytes; b += parts * 64) KV_PREFETCH(Stored::row(s->keys, t) + b);
+    for (int64_t b = part * 64; b < 16 * s->values.row_bytes; b += parts * 64) KV_PREFETCH(Stored::row(s->values, t) + b);
+  }
+};
+
 struct Decoder {  // of rows as they are stored: numbers without scales, in slot order
   virtual void rows(const uint8_t* row, int n, float* out) const = 0;  // [n, lanes]
   // The same as bytes, for the fast arithmetic: number = step * byte + low, no byte larger than `top`. top 0: there are none.
@@ -71,8 +81,9 @@ struct Decoder {  // of rows as they are stored: numbers without scales, in slot
   virtual void mix8(const Weights<uint8_t>& /*p*/, const Weights<float>& /*by*/, int /*R*/, const Stored&, int /*n*/, float* /*acc*/, int /*lda*/) const {}
   // Straight from what is stored (direct.h): scores [R][n] of n tokens, a multiple of 16; acc [R] += p [groups][R] times
   // tokens [from, to). False: not done, use rows().
-  virtual bool dot(const float* /*q*/, int /*ldq*/, int /*R*/, const Stored&, int /*n*/, float* /*dots*/, int /*ld*/) const { return false; }
+  virtual bool dot(const float* /*q*/, int /*ldq*/, int /*R*/, const Stored&, const Soon*, int /*n*/, float* /*dots*/, int /*ld*/) const { return false; }
   virtual bool mix(const Weights<float>&, int /*R*/, const Stored&, int /*from*/, int /*to*/, float* /*acc*/, int /*lda*/) const { return false; }
+  bool asks = false;  // dot() does, for what is read soon
   int top = 0;
   float step = 0.f, low = 0.f;
 };

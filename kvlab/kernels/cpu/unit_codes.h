@@ -105,7 +105,7 @@ template <int BITS, bool UNIFORM> struct Codes final : Decoder {
       }
     }
   };
-  bool dot(const float* q, int ldq, int R, const Stored& from, int n, float* dots, int ld) const override {
+  bool dot(const float* q, int ldq, int R, const Stored& from, const Soon*, int n, float* dots, int ld) const override {
     if constexpr (TOKENS_TOO) {
 #define KV_CALL(N) by_token<N>(q, ldq, from, n, dots, ld)
       if (by_tokens()) KV_ROWS(R, KV_CALL)
