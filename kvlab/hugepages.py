@@ -7,9 +7,9 @@ lie on small ones.
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
+import math
 import mmap
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -19,12 +19,16 @@ ALIGNED = 64  # a cache line, and what kernels load at once
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-    """torch.empty that nothing has written to yet, on large pages if it fills one."""
-    out = torch.empty(shape, dtype=dtype, device=device)
-    if out.device.type == "cpu" and out.nbytes >= LARGE and (advise := _madvise()) is not None:
-        start = out.data_ptr() - out.data_ptr() % mmap.PAGESIZE
-        advise(start, out.data_ptr() + out.nbytes - start, mmap.MADV_HUGEPAGE)
-    return out
+    """torch.empty, on large pages if it fills one. Those are fresh from the system: memory that the process had before
+    would stay on the small pages that it has."""
+    size = math.prod(shape) * dtype.itemsize
+    if torch.device(device).type != "cpu" or size < LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, size + LARGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    start = -torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr() % LARGE
+    return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=start).view(dtype).view(shape)
 
 
 class Arena:
@@ -40,13 +44,3 @@ class Arena:
             self._rest = empty((max(size, self.chunk),), torch.uint8)
         out, self._rest = self._rest[: x.nbytes].view(x.dtype).view(x.shape), self._rest[size:]
         return out.copy_(x)
-
-
-@cache
-def _madvise():
-    """The C library's madvise, None where there are no large pages to ask for."""
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return None
-    call = ctypes.CDLL(None).madvise
-    call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return call
