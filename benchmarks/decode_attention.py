@@ -151,10 +151,10 @@ def _ours(method: str, options: dict, q, k, v, layers: int, block: int, fast: bo
     for name, value in page.items():
         arrays.data[name][torch.from_numpy(table)] = value.view(count, 1, *arrays.data[name].shape[2:])
     flat = {name: arrays.token_rows.get(name, rows) for name, rows in arrays.block_rows.items()}
-    offset = np.arange(layers)[:, None] * Hk + np.arange(Hk)
+    offset = arrays.row(0, np.arange(layers * Hk).reshape(layers, Hk))
     bound = Layers(
         lib.load("auto").library, codec.page_format(), flat, block, list(range(layers)), np.zeros((layers, Hk)), offset,
-        layers * Hk, count + 1, G, geom.scale, fast,
+        1, count + 1, G, geom.scale, fast,
     )  # fmt: skip
     view = View.of(table[None, None], [[[0]]], [[[n]]], [0], [1])
     out, lse = torch.zeros(1, H, D), torch.zeros(1, H)

@@ -84,7 +84,7 @@ class Pages:
         exact = machine.dry and self.dtype == torch.bfloat16  # triton's interpreter multiplies no bfloat16
         bound = backend.layers(
             self.codec.page_format(), flat, self.arrays.block, list(range(L)), np.zeros((L, Hk), np.int64),
-            np.arange(L * Hk).reshape(L, Hk), L * Hk, self.arrays.n_blocks, self.geom.G, self.geom.scale,
+            self.arrays.row(0, np.arange(L * Hk).reshape(L, Hk)), 1, self.arrays.n_blocks, self.geom.G, self.geom.scale,
             dtype=torch.float32 if exact else self.dtype,
         )  # fmt: skip
         N = len(self.table)
@@ -136,7 +136,7 @@ def _fill(codec: Codec, geom: Geom, block: int, arrays: Arrays) -> list[tuple[Te
     for name, t in arrays.data.items():
         x = torch.stack([p[name].reshape(DISTINCT, *t.shape[2:]) for p in pages], 1).to(t.device, t.dtype)
         n, rest = divmod(len(t) - 1, DISTINCT)
-        t[1 : 1 + n * DISTINCT].view(n, *x.shape).copy_(x.expand(n, *x.shape))
+        t[1 : 1 + n * DISTINCT].unflatten(0, (n, DISTINCT)).copy_(x.expand(n, *x.shape))
         t[1 + n * DISTINCT :] = x[:rest]
     return decoded
 

@@ -73,10 +73,10 @@ def write(facts: dict, machine: Machine) -> Iterator[dict]:
             raise Absent(f"no kernel seals {facts['codec']}")
         n, exact = len(blocks) * geom.Hk, 2 * geom.D * a.block * itemsize
 
-        rows = [(blocks[:, None] * (L * geom.Hk) + i * geom.Hk + head).flatten() for i in range(L)]
+        src, rows = ([x.row(blocks[:, None], i * geom.Hk + head).flatten() for i in range(L)] for x in (tail, a))
 
         def call(i: int) -> bool:
-            return bound.seal(i, tail.block_rows["k"], tail.block_rows["v"], rows[i], rows[i])
+            return bound.seal(i, tail.block_rows["k"], tail.block_rows["v"], src[i], rows[i])
 
         def got(name: str) -> Tensor:  # the last block of layer 0
             return a.block_rows[name][rows[0][-geom.Hk :]]
@@ -89,7 +89,7 @@ def write(facts: dict, machine: Machine) -> Iterator[dict]:
         k, v = (torch.randn(geom.Hk, T, geom.D, generator=gen).to(machine.device, pages.dtype) for _ in "kv")
         token = torch.arange(T, device=machine.device)
         block, slot = (1 + token, token % a.block) if facts["scattered"] else (1 + token // a.block, token % a.block)
-        rows = [((block * (L * geom.Hk) + i * geom.Hk + head[:, None]) * a.block + slot).flatten() for i in range(L)]
+        rows = [(a.row(block, i * geom.Hk + head[:, None]) * a.block + slot).flatten() for i in range(L)]
 
         def call(i: int) -> bool:
             return bound.append(i, k, v, rows[i])
@@ -135,22 +135,23 @@ def copy(facts: dict, machine: Machine) -> Iterator[dict]:
     ids = torch.randperm(a.n_blocks - 1, generator=torch.Generator().manual_seed(3)).add(1).to(machine.device)
     src, dst = ids[:n], ids[n : 2 * n]
     told = _pages_facts(pages) | {"blocks": n, "bytes": 2 * n * a.block_bytes}
-    data = list(a.data.values())
+    data = list(a.block_rows.values())
+    place = torch.arange(a.layers * a.heads, device=machine.device)[:, None]
+    read, written = (a.row(x, place).flatten() for x in (src, dst))
 
     def index() -> None:
         for t in data:
-            t[dst] = t[src]
+            t[written] = t[read]
 
-    for side, move in ((told["side"], lambda: copy_blocks(data, src, dst)), ("torch t[dst] = t[src]", index)):
+    for side, move in ((told["side"], lambda: copy_blocks(data, read, written)), ("torch t[dst] = t[src]", index)):
         for t in data:
-            t[dst] = 0
+            t[written] = 0
         move()
         for t in data:
-            assert torch.equal(t[dst[:64]].view(torch.uint8), t[src[:64]].view(torch.uint8)), "a block is not its copy"
+            assert torch.equal(t[written].view(torch.uint8), t[read].view(torch.uint8)), "a block is not its copy"
         yield told | {"side": side, **machine.time([move])}
-    per = a.layers * a.heads * a.block  # token rows of a block; those of the first layer's first head move
-    slots = torch.arange(a.block, device=machine.device)
-    rows = [(x[: 1 + n // 8, None] * per + slots).flatten() for x in (src, dst)]
+    slots = torch.arange(a.block, device=machine.device)  # those of the first layer's first head move
+    rows = [(x[: 1 + n // 8, None] * a.block + slots).flatten() for x in (src, dst)]
     moved = 2 * len(rows[0]) * sum(t.shape[1] * t.element_size() for t in a.token_rows.values())
     told |= {"what": "compaction of rows", "bytes": moved, "rows": len(rows[0])}
     yield told | machine.time([lambda: [move_rows(t, *rows) for t in a.token_rows.values()]])

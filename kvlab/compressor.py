@@ -334,7 +334,6 @@ class Compressor:
             before = p.t.n_slots[pages.step.cache_rows[who]]
             compact(p.t, pages.step.cache_rows[who], keep, n_keep)
             self.pruner.cut(self, p, pages.step.cache_rows[who], pages)
-            pairs = p.t.rows_of_block
-            self.counters.evicted_slots += int((before - n_keep).sum()) * pairs
+            self.counters.evicted_slots += int((before - n_keep).sum()) * p.t.places
         if self.pruner.trigger == "prefill_end":
             pages.cache.release_state(pages.step.cache_rows[pages.step.phase == PREFILL_LAST])

@@ -157,7 +157,7 @@ def stored(e: Engine, row: int) -> dict[tuple, torch.Tensor]:
                 per_slot = arrays.regions[name].scope == "token"
                 for layer, li in t.layer_index.items():
                     for head in range(t.group_of.shape[1]):
-                        g, (a, h) = t.group_of[li, head], divmod(t.row_in[li, head], t.heads_of_group)
+                        g, (a, h) = t.group_of[li, head], divmod(t.place[li, head], t.heads_of_group)
                         blocks = [int(b) for b in table[row, g] if b]
                         x = data[blocks, a, h]
                         sealed = int(t.sealed[row, g])

@@ -126,7 +126,7 @@ def read_back(cache: PagedCache, layer: int, head: int, row: int) -> list[tuple[
     """(code, position) of every slot, walking the tables by hand: no tile, no gather."""
     t = cache.classes[cache.class_of[layer]]
     li, B = t.layer_index[layer], cache.plan.block
-    g, (a, h) = int(t.group_of[li, head]), divmod(int(t.row_in[li, head]), t.heads_of_group)
+    g, (a, h) = int(t.group_of[li, head]), divmod(int(t.place[li, head]), t.heads_of_group)
     n, sealed = int(t.n_slots[row, g]), int(t.sealed[row, g])
     out = []
     for b in range(-(-n // B)):

@@ -1,9 +1,14 @@
-"""The bytes of one size class: an array per region, `[n_blocks, layers, heads, (B,) *shape]`, sharing block ids."""
+"""The bytes of one size class: an array per region, sharing block ids.
+
+In memory an array is `[layers, heads, n_blocks, (B,) *shape]`: what a kernel reads of a layer and head lies in few
+pages of memory, in whatever order its blocks are (docs/log.md has what that saves).
+"""
 
 from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,9 +17,16 @@ from kvlab.cache.layout import Region
 from kvlab.kernels import move
 from kvlab.kernels.backend import Moves
 
+Index = int | np.ndarray | Tensor
+
 
 class Arrays:
-    """Storage of `n_blocks` blocks. Block 0 is zero and stays zero; the others start as whatever memory held."""
+    """Storage of `n_blocks` blocks. Block 0 is zero and stays zero; the others start as whatever memory held.
+
+    data         {region: [n_blocks, layers, heads, (B,) *shape]}, a view
+    block_rows   {region: [layers * heads * n_blocks, ...]}: a row per (layer, head, block), see `row`
+    token_rows   {region: [layers * heads * n_blocks * B, ...]}: a row per token, of token regions
+    """
 
     def __init__(
         self, regions: tuple[Region, ...], n_blocks: int, layers: int, heads: int, block: int, device: torch.device,
@@ -25,18 +37,24 @@ class Arrays:
         self.regions = {r.name: r for r in regions}
         self.n_blocks, self.layers, self.heads, self.block = n_blocks, layers, heads, block
         self.data: dict[str, Tensor] = {}
+        self.block_rows: dict[str, Tensor] = {}
+        self.token_rows: dict[str, Tensor] = {}
+        rows = layers * heads * n_blocks
         for r in regions:
             inner = (block, *r.shape) if r.scope == "token" else r.shape
-            self.data[r.name] = hugepages.empty((n_blocks, layers, heads, *inner), r.dtype, device)
-            self.data[r.name][0].zero_()
-        # Flat views: one row per (block, layer, head) for reads, one row per token for writes and compaction.
-        rows = n_blocks * layers * heads
-        self.block_rows = {n: t.view(rows, -1) for n, t in self.data.items()}
-        self.token_rows = {
-            n: t.view(rows * block, math.prod(self.regions[n].shape))
-            for n, t in self.data.items()
-            if self.regions[n].scope == "token"
-        }
+            storage = hugepages.empty((layers, heads, n_blocks, *inner), r.dtype, device)
+            storage[:, :, 0].zero_()
+            self.data[r.name] = storage.movedim(2, 0)
+            self.block_rows[r.name] = storage.view(rows, -1)
+            if r.scope == "token":
+                self.token_rows[r.name] = storage.view(rows * block, math.prod(r.shape))
+
+    def row(self, block: Index, place: Index) -> Index:
+        """The row in `block_rows` of a block at a place: layer * heads + head, by their index in the class."""
+        return block + place * self.n_blocks
+
+    def block_of(self, row: Index) -> Index:
+        return row % self.n_blocks
 
     @property
     def block_bytes(self) -> int:
@@ -48,7 +66,9 @@ class Arrays:
 
     def copy_blocks(self, src: Tensor, dst: Tensor) -> None:
         """Copy whole blocks, all regions and layers: copy-on-write. src, dst int64 [k], disjoint."""
-        self.moves.copy_blocks(list(self.data.values()), src, dst)
+        place = torch.arange(self.layers * self.heads, device=src.device)[:, None]
+        rows = (self.row(x, place).flatten() for x in (src, dst))
+        self.moves.copy_blocks(list(self.block_rows.values()), *rows)
 
     def move_rows(self, src: Tensor, dst: Tensor) -> None:
         """Token rows src to dst, int64 [k], of all regions: every row is read before any is written."""
@@ -60,8 +80,7 @@ class Arrays:
         gen = torch.Generator().manual_seed(seed)
         for t in self.data.values():
             raw = torch.randint(0, 256, (t[1:].numel() * t.element_size(),), dtype=torch.uint8, generator=gen)
-            t[1:] = raw.view(t.dtype).view(t[1:].shape)
+            garbage = raw.view(t.dtype)
             if t.is_floating_point():  # a quarter of the values are NaN for certain
-                flat = t[1:].reshape(-1)
-                flat[::4] = float("nan")
-                t[1:] = flat.view(t[1:].shape)
+                garbage[::4] = float("nan")
+            t[1:] = garbage.view(t[1:].shape)

@@ -69,7 +69,7 @@ def _targets(t: ClassTables, pool: BlockPool, old: np.ndarray, n_keep: np.ndarra
 def _move(t: ClassTables, arrays: Arrays, old: Tensor, new: Tensor, keep: Tensor, n_keep: np.ndarray) -> None:
     """Layer by layer, which needs the smallest buffer; all at once where a fresh block of one layer's table may be one
     that another layer still has to read."""
-    rows = _rows(t, old, new, keep, n_keep)
+    rows = _rows(t, arrays, old, new, keep, n_keep)
     if not t.uniform and bool((new > 0).logical_and(new != old).any()):
         rows = [tuple(torch.cat(side) for side in zip(*rows))]
     for src, dst in rows:
@@ -78,7 +78,7 @@ def _move(t: ClassTables, arrays: Arrays, old: Tensor, new: Tensor, keep: Tensor
 
 
 def _rows(
-    t: ClassTables, old: Tensor, new: Tensor, keep: Tensor, n_keep: np.ndarray
+    t: ClassTables, arrays: Arrays, old: Tensor, new: Tensor, keep: Tensor, n_keep: np.ndarray
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """(token rows to read, token rows to write) of each layer, those that stay in place left out."""
     B, k = t.block, keep.shape[-1]
@@ -89,11 +89,11 @@ def _rows(
         groups = torch.from_numpy(t.group_of[li]).to(keep.device)
         real = at < limit[:, groups][..., None]  # [Ne, Hk, k]
         src, dst = torch.where(real, keep[li], 0), at.expand_as(real)
-        head = torch.from_numpy(t.row_in[li]).to(keep.device)[:, None]
+        place = torch.from_numpy(t.place[li]).to(keep.device)[:, None]
         flat = []
         for tbl, slot in ((old, src), (new, dst)):
             block = tbl[:, groups].gather(2, slot // B)
-            row = (block * t.rows_of_block + head) * B + slot % B
+            row = arrays.row(block, place) * B + slot % B
             flat.append(row[real])
         moved = flat[0] != flat[1]
         yield flat[0][moved], flat[1][moved]

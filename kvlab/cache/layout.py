@@ -4,7 +4,8 @@ Symbols, everywhere in kvlab: L layers, H query heads, Hk kv heads, G = H / Hk, 
 N sequences in a step, T packed rows in a step, n token slots of a sequence.
 
 A **Region** is one typed array of a block: `[n_blocks, layers, heads, B, *shape]` (scope "token") or
-`[n_blocks, layers, heads, *shape]` (scope "block": shared by the B tokens, valid once the block is sealed).
+`[n_blocks, layers, heads, *shape]` (scope "block": shared by the B tokens, valid once the block is sealed). In memory
+the blocks of a layer and head lie together (arrays.py).
 A **Group** is the set of (layer, kv head) pairs that hold the same NUMBER of slots and so share one block table; which
 token a slot holds may differ per head. Uniform budgets: one group. Ragged: a group per layer, or per (layer, head).
 A **CachePlan** says which groups exist, what their blocks hold, and whether an exact tail stands before them.

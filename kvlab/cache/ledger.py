@@ -145,7 +145,7 @@ def _row_bytes(t: ClassTables) -> int:
 
 
 def _class(cache: PagedCache, t: ClassTables, live: list[int], total: dict[str, float]) -> None:
-    pairs = t.rows_of_block
+    pairs = t.places
     D = cache.plan.geom.D
     for table, pool, arrays, is_tail in (
         (t.body, t.pool, t.arrays, False),

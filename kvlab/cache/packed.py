@@ -61,7 +61,7 @@ class Packed:
         arrays, pool = (t.arrays, t.pool) if source == "body" else (t.tail_arrays, t.tail_pool)
         flat = {n: arrays.token_rows.get(n, rows) for n, rows in arrays.block_rows.items()}
         return self.backend.layers(
-            self.formats[source], flat, t.block, t.layers, t.group_of, t.row_in, t.rows_of_block, pool.n_blocks,
+            self.formats[source], flat, t.block, t.layers, t.group_of, arrays.row(0, t.place), 1, pool.n_blocks,
             self.geom.G, self.geom.scale, dtype=self.geom.dtype,
         )  # fmt: skip
 

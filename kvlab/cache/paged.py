@@ -177,7 +177,7 @@ class PagedCache:
             )
             for table, pool, arrays in tables:
                 pool.check(table[table > 0].tolist())
-                if any(bool(a[0].reshape(-1).view(torch.uint8).any()) for a in arrays.data.values()):
+                if any(bool(x[:: arrays.n_blocks].view(torch.uint8).any()) for x in arrays.block_rows.values()):
                     raise InvariantError("the null block is not zero")
             for row in range(self.size.max_seqs):
                 self._check_row(t, row, row in used, (live or {}).get(row))

@@ -84,10 +84,10 @@ class Pages:
         """int64 [Lc, Hk, T]"""
         t, step, B = self.t, self.step, self.block
         slot = self.growth.before[step.row_seq] + step.row_at[:, None]  # [T, groups]
-        table = t.body if t.tail is None else t.tail
+        table, arrays = (t.body, t.arrays) if t.tail is None else (t.tail, t.tail_arrays)
         block = table[step.cache_rows[step.row_seq][:, None], np.arange(slot.shape[1])[None], slot // B]
-        row = block.astype(np.int64) * (t.rows_of_block * B) + slot % B  # of the flat [.., B] token view, in head 0
-        return row.T[t.group_of] + t.row_in[..., None] * B
+        row = block.astype(np.int64) * B + slot % B  # of the flat [.., B] token view, at the first place
+        return arrays.row(row.T[t.group_of], t.place[..., None] * B)
 
     def write_at(self, layer: int, rows: np.ndarray, slots: np.ndarray, values: dict[str, Tensor]) -> None:
         """Overwrite encoded slots that only these sequences hold: rows [N] cache rows, slots [N, k], values {region:
@@ -95,7 +95,7 @@ class Pages:
         t, li = self.t, self.t.layer_index[layer]
         block = t.body[rows[:, None, None], np.arange(len(t.groups))[None, :, None], slots[:, None] // self.block]
         block = block[:, t.group_of[li]].astype(np.int64)  # [N, Hk, k]
-        row = block * t.rows_of_block + t.row_in[li][:, None]
+        row = t.arrays.row(block, t.place[li][:, None])
         at = self.step.tensor((row * self.block + (slots % self.block)[:, None]).ravel())
         for name, value in values.items():
             flat = t.arrays.token_rows[name]
@@ -144,7 +144,7 @@ class Pages:
         real = (i[:, None] >= lo[n]) & (i[:, None] < hi[n])  # [M, groups]
         at = (rows[n][:, None], np.arange(real.shape[1])[None], i[:, None])
         pair = []
-        for table in (t.tail, t.body):
+        for table, arrays in ((t.tail, t.tail_arrays), (t.body, t.arrays)):
             block = np.where(real, table[at], 0)[:, t.group_of].transpose(1, 0, 2).astype(np.int64)  # [Lc, M, Hk]
-            pair.append(block * t.rows_of_block + t.row_in[:, None])
+            pair.append(arrays.row(block, t.place[:, None]))
         return pair[0], pair[1], real[:, t.group_of].transpose(1, 0, 2)

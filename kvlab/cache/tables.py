@@ -49,15 +49,15 @@ class ClassTables:
         self.device = device
         Hk = plan.geom.Hk
         shape = (len(self.layers), Hk)
-        self.rows_of_block = self.layers_of_group * self.heads_of_group
-        # Of a head: its group, and its row in a block of it.
-        self.group_of, self.row_in = (np.zeros(shape, np.int64) for _ in range(2))
+        self.places = self.layers_of_group * self.heads_of_group
+        # Of a head: its group, and its place there (Arrays.row).
+        self.group_of, self.place = (np.zeros(shape, np.int64) for _ in range(2))
         index = {layer: i for i, layer in enumerate(self.layers)}
         for g, group in enumerate(groups):
             for li, layer in enumerate(group.layers):
                 for hi, head in enumerate(group.heads):
                     at = (index[layer], head)
-                    self.group_of[at], self.row_in[at] = g, li * self.heads_of_group + hi
+                    self.group_of[at], self.place[at] = g, li * self.heads_of_group + hi
         self.layer_index = index
         self.uniform = len(groups) == 1
         self.max_blocks = -(-max_slots // self.block) + 1
@@ -80,7 +80,7 @@ class ClassTables:
 
     @property
     def tail_block_bytes(self) -> int:
-        return self.rows_of_block * sum(r.bytes(self.block) for r in self.plan.tail)
+        return self.places * sum(r.bytes(self.block) for r in self.plan.tail)
 
     # -- growing -------------------------------------------------------------------------------------------------
     def growth(self, rows: np.ndarray, add: np.ndarray, may_seal: np.ndarray) -> Growth:

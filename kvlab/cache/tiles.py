@@ -100,8 +100,7 @@ class TileBuilder:
         """The first `blocks` blocks of a source as one tile, without a mask: for kernels that need none."""
         li, width = 0 if self.t.uniform else self.t.layer_index[layer], blocks * self.t.block
         rows = self.step.tensor(self._rows(bucket, source, li, 0, width))
-        step = self.t.heads_of_group if self.t.uniform else 0
-        return Tile(source, 0, width, 0, bucket.rows, rows, step, None, None, None)
+        return Tile(source, 0, width, 0, bucket.rows, rows, self._layer_step(source), None, None, None)
 
     def _build(self, bucket: Bucket, source: Source, li: int) -> list[Tile]:
         lo, hi = self.visible(bucket, source)
@@ -152,17 +151,21 @@ class TileBuilder:
         if source != "chunk":
             rows = self.step.tensor(self._rows(bucket, source, li, start, width))
             junk = self._junk(bucket, source, li, start, width)
-        layer_step = self.t.heads_of_group if self.t.uniform else 0
-        return Tile(source, start, width, first, last, rows, layer_step, mask, empty, junk)
+        return Tile(source, start, width, first, last, rows, self._layer_step(source), mask, empty, junk)
 
     def _rows(self, bucket: Bucket, source: Source, li: int, start: int, width: int) -> np.ndarray:
         t, k = self.t, width // self.t.block
-        table = t.body if source == "body" else t.tail
+        table, arrays = (t.body, t.arrays) if source == "body" else (t.tail, t.tail_arrays)
         span = table[self.step.cache_rows[bucket.members], :, start // t.block : start // t.block + k]
         blocks = np.zeros((*span.shape[:2], k), np.int64)
         blocks[..., : span.shape[2]] = span
         per_head = blocks[:, t.group_of[li]]  # [Nb, Hk, k]
-        return (per_head * t.rows_of_block + t.row_in[li][None, :, None]).ravel()
+        return arrays.row(per_head, t.place[li][None, :, None]).ravel()
+
+    def _layer_step(self, source: Source) -> int:
+        """Rows from one layer's to the next one's, where all layers share the tables."""
+        arrays = self.t.tail_arrays if source == "tail" else self.t.arrays
+        return arrays.row(0, self.t.heads_of_group) if self.t.uniform and source != "chunk" else 0
 
     def _junk(self, bucket: Bucket, source: Source, li: int, start: int, width: int) -> Tensor | None:
         """Slots of the open block beyond the last token. Sealed blocks are full, so a body behind a tail has none."""

@@ -14,6 +14,11 @@ from torch import Tensor
 from kvlab.kernels.format import Format
 
 
+def block_rows(offset: np.ndarray, stride: int, capacity: int) -> int:
+    """How many block rows heads at `offset` have together, `capacity` each (see `Backend.layers`)."""
+    return int(offset.max()) + (capacity - 1) * stride + 1
+
+
 class View(Protocol):
     """Rows of N sequences and what each sees, as a backend's kernels take it. blocks: width of its block table."""
 
@@ -73,8 +78,9 @@ class Backend(Moves, Protocol):
         offset: np.ndarray, stride: int, capacity: int, G: int, scale: float, dtype: torch.dtype,
     ) -> Layers:  # fmt: skip
         """arrays {region: flat tensor, last axis = one token's row}: live storages, which must not move. group_of int
-        [layers, Hk]: table that a head reads; offset int [layers, Hk]: row of each in a block; stride: rows of a
-        block; capacity: blocks of the pool; layers: the model's number of each; dtype: the model's. Raises Refused."""
+        [layers, Hk]: table that a head reads; offset int [layers, Hk], stride: block `id` of a head is block row id *
+        stride + offset; capacity: blocks of the pool; layers: the model's number of each; dtype: the model's.
+        Raises Refused."""
 
     def bad(self) -> list[int]:
         """Layers of the model in which a number that was written since the last call is not finite or does not fit its

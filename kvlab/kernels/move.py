@@ -11,6 +11,6 @@ def move_rows(flat: Tensor, src: Tensor, dst: Tensor) -> None:
 
 
 def copy_blocks(arrays: list[Tensor], src: Tensor, dst: Tensor) -> None:
-    """Block dst[i] of each array [n_blocks, ...] = its block src[i], int64 [n], disjoint."""
+    """Block row dst[i] of each array [rows, ...] = its row src[i], int64 [n], disjoint."""
     for x in arrays:
         x[dst] = x[src]

@@ -73,7 +73,7 @@ class H2O(Pruner):
         for tile, weights in comp.received(layer, q, lse, p, bucket):
             got = (weights.mean(2) if self.gqa == "mean" else weights.sum(2)).view(-1, p.block)
             rows = tile.rows + tile.layer_step * p.t.layer_index[layer]
-            real_blocks = (tile.rows >= p.t.rows_of_block).nonzero()[:, 0]  # not the null block
+            real_blocks = p.t.arrays.block_of(tile.rows).nonzero()[:, 0]  # not the null block
             rows, got = rows[real_blocks], got[real_blocks]
             flat.index_copy_(0, rows, flat.index_select(0, rows) + got)
 

@@ -43,6 +43,22 @@ def test_storages_hold_what_the_regions_say_and_block_zero_is_zero():
         assert torch.equal(x[[2, 3, 4, 5]].view(torch.uint8), before[name][[2, 3, 4, 5]].view(torch.uint8))
 
 
+def test_rows_of_a_layer_and_head_are_its_blocks_side_by_side():
+    regions = (Region("k", torch.uint8, (13,)), Region("z", torch.float16, (13,), "block"))
+    arrays = Arrays(regions, 7, layers=2, heads=3, block=5, device=torch.device("cpu"))
+    arrays.fill_garbage()
+    blocks = torch.arange(7)
+    for layer in range(2):
+        for head in range(3):
+            rows = arrays.row(blocks, 3 * layer + head)
+            assert torch.equal(rows, rows[0] + blocks) and torch.equal(arrays.block_of(rows), blocks)
+            for name, x in arrays.data.items():
+                one = arrays.block_rows[name][rows].view(torch.uint8)
+                assert torch.equal(one, x[:, layer, head].flatten(1).view(torch.uint8)), name
+            token = (rows[:, None] * 5 + torch.arange(5)).flatten()
+            assert torch.equal(arrays.token_rows["k"][token], arrays.data["k"][:, layer, head].flatten(0, 1))
+
+
 def test_layers_with_the_same_window_share_a_group_and_full_attention_comes_first():
     groups = window_groups(GEOM, kv_regions(GEOM, torch.float16))
     assert [(g.window, g.layers, g.heads) for g in groups] == [(None, (1,), (0, 1)), (24, (0, 2), (0, 1))]

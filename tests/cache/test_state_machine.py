@@ -112,8 +112,8 @@ class Model:
         rows = p.write_rows(layer)
         assert len(rows.unique()) == len(rows)
         t = p.t
-        blocks = (rows // (t.block * t.heads_of_group * t.layers_of_group)).unique().tolist()
-        pool = t.pool if t.tail is None else t.tail_pool
+        pool, arrays = (t.pool, t.arrays) if t.tail is None else (t.tail_pool, t.tail_arrays)
+        blocks = arrays.block_of(rows // t.block).unique().tolist()
         assert all(pool.ref[b] == 1 and pool.state[b] == OPEN for b in blocks), "a shared block was written"
 
     def check_reads(self, layer: int, pages, k: torch.Tensor, out: torch.Tensor) -> None:

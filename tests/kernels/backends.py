@@ -143,7 +143,7 @@ class TorchLayers:
         )  # [Hk, blocks]
         arrays = c.arrays.data if c.valid is None else {**c.arrays.data, "valid": c.valid}
         for name, t in arrays.items():
-            x = t.flatten(0, 2)[rows]
+            x = t.movedim(0, 2).flatten(0, 2)[rows]
             token = name == "valid" or c.arrays.regions[name].scope == "token"
             out[name] = (x.flatten(1, 2) if token else x)[None]
         return out

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvlab.kernels import move
+from kvlab.kernels.backend import block_rows
 from kvlab.kernels.cpu.structs import Bound, accept, dense_rows, float_kind, kv_format, kv_view, prototypes
 from kvlab.kernels.format import Format
 
@@ -71,9 +72,10 @@ class Layers:
     """One page format over the arrays of a cache class, for each of its layers.
 
     arrays      {region: flat tensor, last axis = one token's row}: live storages, which must not move
-    group_of    int [layers, Hk]  table that a head reads     offset  int64 [layers, Hk]  row of each in a block
+    group_of    int [layers, Hk]  table that a head reads
+    offset      int64 [layers, Hk], and stride: a block's row is id * stride + offset
     fast        decoding rows multiply integers where pages hold codes (fast.h), not float32
-    stride      rows of a block   capacity  blocks of the pool   layers  the model's number of each, for Format.turn
+    capacity    blocks of the pool            layers  the model's number of each, for Format.turn
     """
 
     def __init__(
@@ -86,9 +88,9 @@ class Layers:
         self.G, self.Hk, self.dim = G, group_of.shape[1], fmt.v.width if fmt.back is None else fmt.back.shape[-1]
         self.turn, self.back, self.valid = fmt.turn, fmt.back, fmt.valid and arrays[fmt.valid]
         self.layers = layers
-        self.tokens = capacity * stride * block
         self.group_of = np.ascontiguousarray(group_of, np.int32)
         self.offset = np.ascontiguousarray(offset, np.int64)
+        self.tokens = block_rows(offset, stride, capacity) * block
         self.formats = [self._format(i, stride, scale, fast) for i in range(len(group_of))]
         writes = self.lib.kv_writes(self.formats[0])
         self.appends, self.seals = bool(writes & 1), bool(writes & 2)

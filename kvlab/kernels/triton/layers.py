@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import JITFunction
 
+from kvlab.kernels.backend import block_rows
 from kvlab.kernels.format import Format
 from kvlab.kernels.triton import move, sides
 from kvlab.kernels.triton.attend import attend
@@ -123,7 +124,7 @@ class Layers:
         self.k = [sides.pointers(s, arrays) for s in fmt.k]
         self.v = sides.pointers(fmt.v, arrays)
         self.valid = fmt.valid and arrays[fmt.valid]
-        self.writer = Writer(fmt, arrays, block, layers, stride, capacity)
+        self.writer = Writer(fmt, arrays, block, layers, block_rows(offset, stride, capacity))
         self.compute, self.precision = sides.compute(fmt, arrays, exact)
         wide = ((0, 0), (0, -self.Hk % ALIGNED))
         self.group_of = torch.from_numpy(np.pad(group_of, wide).astype(np.int32)).to(device)

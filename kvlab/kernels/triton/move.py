@@ -52,9 +52,9 @@ def move_rows(flat: Tensor, src: Tensor, dst: Tensor) -> None:
 
 
 def copy_blocks(arrays: list[Tensor], src: Tensor, dst: Tensor) -> None:
-    """Block dst[i] of each array = its block src[i]: copy-on-write, swaps. A launch per array.
+    """Block row dst[i] of each array = its row src[i]: copy-on-write, swaps. A launch per array.
 
-    arrays: [n_blocks, ...] of any type, dense. src, dst int64 [n] on their device, disjoint; dst has no block twice.
+    arrays: [rows, ...] of any type, dense. src, dst int64 [n] on their device, disjoint; dst has no row twice.
     """
     for x in arrays:
         words = as_words(x)

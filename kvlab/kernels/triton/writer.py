@@ -83,7 +83,8 @@ def _packed_row(s: Side, turned: bool) -> tuple[int, int, int]:
 class Writer:
     """One page format over the arrays of a cache class, for each of its layers.
 
-    fmt, arrays, block, layers, stride, capacity   as of Layers
+    fmt, arrays, block, layers   as of Layers
+    blocks   block rows of the arrays
     bad      int32, by the model's number of a layer: not 0 = a number there was not finite or does not fit its type,
              and its slots mean nothing. Set on the device, cleared by whoever reads it; nothing here waits for it
     appends, seals   whether it encodes tokens as they come (no scale spans tokens), and whole blocks
@@ -91,11 +92,11 @@ class Writer:
     """
 
     def __init__(
-        self, fmt: Format, arrays: dict[str, Tensor], block: int, layers: list[int], stride: int, capacity: int,
+        self, fmt: Format, arrays: dict[str, Tensor], block: int, layers: list[int], blocks: int,
         bad: Tensor | None = None,
     ) -> None:  # fmt: skip
         device = arrays[fmt.v.codes].device
-        self.block, self.layers, self.blocks = block, layers, capacity * stride
+        self.block, self.layers, self.blocks = block, layers, blocks
         self.bad = torch.zeros(max(layers) + 1, dtype=torch.int32, device=device) if bad is None else bad
         self.appends = self.seals = False
         self.refused = ""

@@ -109,7 +109,7 @@ def _mass(case: Case) -> Job:
 
 def _writer(case: Case) -> Writer:
     codec, _, arrays, _ = _codec(case)
-    made = Writer(codec.page_format(), arrays, case.B, [0], STRIDE, BLOCKS)
+    made = Writer(codec.page_format(), arrays, case.B, [0], STRIDE * BLOCKS)
     assert made.seals, made.refused
     return made
 

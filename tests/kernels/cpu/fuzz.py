@@ -100,7 +100,7 @@ def holes(r: random.Random, cache: Cache, library, rows: Rows, q: torch.Tensor) 
         if a.regions[name].scope == "token":
             t[at] = float("nan") if t.is_floating_point() else 255 if t.dtype == torch.uint8 else -1
     fmt = replace(cache.codec.page_format(), valid="valid")
-    layers = cache.layers(library, fast=cache.fast, fmt=fmt, arrays={**cache.flat, "valid": valid.view(-1, 1)})
+    layers = cache.layers(library, fast=cache.fast, fmt=fmt, arrays={**cache.flat, "valid": pages.flat_mask(valid)})
     cache.holes = hole
     got = pages.attend(cache, layers, rows, q)
     pages.assert_exact(cache, rows, q, got, far=FAR)

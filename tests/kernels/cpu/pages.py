@@ -44,6 +44,11 @@ def library(variant: str) -> ctypes.CDLL:
     return loaded.library
 
 
+def flat_mask(valid: Tensor) -> Tensor:
+    """[n_blocks, layers, heads, B] as kernels take it: a row per token, in the order of the arrays."""
+    return valid.movedim(0, 2).reshape(-1, 1)
+
+
 @dataclass(eq=False)
 class Cache:
     """k, v float64 [L, N, Hk, slots, D]: what is stored. table int [N, groups, blocks]: one group for all, or (ragged)
@@ -71,11 +76,11 @@ class Cache:
         """What a backend's `layers` are made of, by name."""
         a, fmt, arrays = self.arrays, self.codec.page_format(), self.flat
         if self.valid is not None:
-            fmt, arrays = replace(fmt, valid="valid"), {**arrays, "valid": self.valid.view(-1, 1)}
-        offset = np.arange(self.group_of.size).reshape(self.group_of.shape) * (not self.ragged)
+            fmt, arrays = replace(fmt, valid="valid"), {**arrays, "valid": flat_mask(self.valid)}
+        offset = a.row(0, np.arange(self.group_of.size).reshape(self.group_of.shape) * (not self.ragged))
         return {
             "fmt": fmt, "arrays": arrays, "block": self.block, "layers": [*range(self.geom.L)],
-            "group_of": self.group_of, "offset": offset, "stride": a.layers * a.heads, "capacity": a.n_blocks,
+            "group_of": self.group_of, "offset": offset, "stride": 1, "capacity": a.n_blocks,
             "G": self.geom.G, "scale": self.geom.scale,
         }  # fmt: skip
 

@@ -39,12 +39,13 @@ def written(library, method: str, options: dict, D: int, k: torch.Tensor, v: tor
     before = {n: t.clone() for n, t in arrays.data.items()}
     flat = {n: arrays.token_rows[n] for n in arrays.data}
     layers = Layers(
-        library, codec.page_format(), flat, BLOCK, [0], np.zeros((1, HK)), np.arange(HK)[None], HK, arrays.n_blocks, 2,
+        library, codec.page_format(), flat, BLOCK, [0], np.zeros((1, HK)), arrays.row(0, np.arange(HK)[None]), 1,
+        arrays.n_blocks, 2,
         geom.scale,
     )  # fmt: skip
     order = torch.randperm(T // BLOCK, generator=torch.Generator().manual_seed(1)) + 1
     block, offset = order[torch.arange(T) // BLOCK], torch.arange(T) % BLOCK
-    rows = torch.stack([(block * HK + h) * BLOCK + offset for h in range(HK)]).reshape(-1)
+    rows = torch.stack([arrays.row(block, h) * BLOCK + offset for h in range(HK)]).reshape(-1)
     ok = layers.append(0, k[0], v[0], rows)
     for n, old in before.items():  # blocks that were not asked for are as they were
         for b in (0, arrays.n_blocks - 1):
@@ -156,7 +157,7 @@ def test_a_slot_outside_the_pool_is_refused(variant):
     arrays = Arrays(codec.regions(geom, BLOCK), 2, 1, HK, BLOCK, torch.device("cpu"))
     layers = Layers(
         pages.library(variant), codec.page_format(), dict(arrays.token_rows), BLOCK, [0], np.zeros((1, HK)),
-        np.arange(HK)[None], HK, 2, 1, geom.scale,
+        arrays.row(0, np.arange(HK)[None]), 1, 2, 1, geom.scale,
     )  # fmt: skip
     for row in (-1, 2 * HK * BLOCK):
         with pytest.raises(ValueError, match="outside the pool"):

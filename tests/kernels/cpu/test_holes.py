@@ -34,7 +34,7 @@ def attended(library, cache: pages.Cache, valid: torch.Tensor, rows: pages.Rows,
             bad = float("nan") if t.is_floating_point() else torch.iinfo(t.dtype).max
             t.masked_fill_(hole, bad)
     fmt = replace(cache.codec.page_format(), valid="valid")
-    arrays = {**cache.flat, "valid": mask.view(-1, 1)}
+    arrays = {**cache.flat, "valid": pages.flat_mask(mask)}
     layers: Layers = cache.layers(library, fmt=fmt, arrays=arrays)
     out, lse = torch.full_like(q, float("nan")), torch.full(q.shape[:2], float("nan"))
     layers.attend(0, rows.view(cache.table), q, out, lse)

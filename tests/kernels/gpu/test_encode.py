@@ -47,14 +47,14 @@ class Pool:
         arrays = Arrays(codec.regions(geom, block), blocks, 1, Hk, block, torch.device("cpu"))
         arrays.fill_garbage()
         flat = {n: arrays.token_rows.get(n, rows).to(DEVICE) for n, rows in arrays.block_rows.items()}
-        made = writer.Writer(codec.page_format(), flat, block, [0, LAYER], Hk, blocks)
+        made = writer.Writer(codec.page_format(), flat, block, [0, LAYER], Hk * blocks)
         return cls(codec, geom, arrays, made, flat, {n: x.clone() for n, x in flat.items()})
 
     def rows(self, T: int, first: int = 0) -> Tensor:
         """int64 [Hk, T]: token rows of slots first, first + 1, .. of a sequence in blocks 2, 1, 3."""
         B, Hk = self.arrays.block, self.geom.Hk
         slot = first + torch.arange(T)
-        return (torch.tensor([2, 1, 3])[slot // B] * Hk + torch.arange(Hk)[:, None]) * B + slot % B
+        return self.arrays.row(torch.tensor([2, 1, 3])[slot // B], torch.arange(Hk)[:, None]) * B + slot % B
 
     def append(self, k: Tensor, v: Tensor, rows: Tensor) -> None:
         self.writer.append(1, k.to(DEVICE), v.to(DEVICE), rows.reshape(-1).to(DEVICE))
@@ -281,7 +281,7 @@ def test_a_packed_row_may_hold_several_groups(bits):
     }
     fmt = Format((side,), replace(side, codes="v", scale="v_step", zero="v_zero"))
     to = torch.arange(16).flip(0)
-    writer.Writer(fmt, arrays, 16, [0], 1, 1).append(0, k[0].to(DEVICE), v[0].to(DEVICE), to.to(DEVICE))
+    writer.Writer(fmt, arrays, 16, [0], 1).append(0, k[0].to(DEVICE), v[0].to(DEVICE), to.to(DEVICE))
     for n, x in (("k", k), ("v", v)):
         x = x[0, 0].unflatten(-1, (-1, group))
         step, zero = affine.asymmetric_params(x, -1, bits, F16)
@@ -398,7 +398,7 @@ def test_writers_may_share_what_they_report_to():
     fmt, arrays = exact(F16, 32), {n: torch.zeros(16, 32, dtype=F16, device=DEVICE) for n in "kv"}
     x = torch.full((1, 1, 32), 1e6, device=DEVICE)
     for layer in (3, 1):
-        writer.Writer(fmt, arrays, 16, [layer], 1, 1, bad).append(0, x, x, torch.tensor([5], device=DEVICE))
+        writer.Writer(fmt, arrays, 16, [layer], 1, bad).append(0, x, x, torch.tensor([5], device=DEVICE))
     assert bad.tolist() == [0, 1, 0, 1]
 
 
@@ -417,7 +417,7 @@ def test_rows_beyond_two_billion_elements_are_addressed():
     codec.setup(Geom(1, 1, 1, D), B)
     fmt = codec.page_format()
     arrays = {n: reserved(tokens_, w, t) for s in "kv" for n, w, t in ((s, D, torch.int8), (f"{s}_step", 1, F16))}
-    write = writer.Writer(fmt, arrays, B, [0], 1, tokens_ // B)
+    write = writer.Writer(fmt, arrays, B, [0], tokens_ // B)
     k, v = (x[:, :, -2:] for x in tokens(D))
     rows = torch.tensor([tokens_ - 1, 3])
     write.append(0, k[0], v[0], rows)
@@ -436,7 +436,7 @@ def test_every_method_is_written_by_kernels(name):
     codec = registry.build(name).codec
     codec.setup(Geom(1, 2, 1, 64), 32)
     arrays = Arrays(codec.regions(codec.geom, 32), 2, 1, 1, 32, DEVICE)
-    made = writer.Writer(codec.page_format(), {n: arrays.block_rows[n] for n in arrays.data}, 32, [0], 1, 2)
+    made = writer.Writer(codec.page_format(), {n: arrays.block_rows[n] for n in arrays.data}, 32, [0], 2)
     assert made.seals, made.refused
     assert made.appends == (codec.scope == "token")
 
