@@ -7,7 +7,6 @@ lie on small ones.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import mmap
 
@@ -24,9 +23,11 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
     size = math.prod(shape) * dtype.itemsize
     if torch.device(device).type != "cpu" or size < LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, size + LARGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
+    try:
+        memory = mmap.mmap(-1, size + LARGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_HUGEPAGE)
+    except OSError:  # a kernel without large pages, or without so much memory: torch says that
+        return torch.empty(shape, dtype=dtype, device=device)
     start = -torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr() % LARGE
     return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=start).view(dtype).view(shape)
 

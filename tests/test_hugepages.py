@@ -47,6 +47,11 @@ def test_weights_and_caches_do():
     assert "hg" in flags(Arena().copy(torch.ones(100)))
 
 
+def test_more_than_there_is_is_torchs_error():
+    with pytest.raises(RuntimeError, match="memory"):
+        hugepages.empty((1 << 50,), torch.float32)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_shape_and_type_are_as_asked(dtype):
     for shape in [(), (0,), (3, 5), (LARGE, 2)]:
