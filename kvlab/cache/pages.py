@@ -33,7 +33,7 @@ class Pages:
         self._write, self._seal, self.views = write, seal, views
 
     def arrays(self, source: Source) -> Arrays:
-        return self.t.arrays if source == "body" else self.t.tail_arrays
+        return self.t.stored(source == "tail")[1]
 
     def stored(self) -> Pages:
         """These pages, this step's tokens read from where they were written: no tile of source "chunk"."""
@@ -84,7 +84,7 @@ class Pages:
         """int64 [Lc, Hk, T]"""
         t, step, B = self.t, self.step, self.block
         slot = self.growth.before[step.row_seq] + step.row_at[:, None]  # [T, groups]
-        table, arrays = (t.body, t.arrays) if t.tail is None else (t.tail, t.tail_arrays)
+        table, arrays = t.stored(t.tail is not None)
         block = table[step.cache_rows[step.row_seq][:, None], np.arange(slot.shape[1])[None], slot // B]
         row = block.astype(np.int64) * B + slot % B  # of the flat [.., B] token view, at the first place
         return arrays.row(row.T[t.group_of], t.place[..., None] * B)
@@ -144,7 +144,7 @@ class Pages:
         real = (i[:, None] >= lo[n]) & (i[:, None] < hi[n])  # [M, groups]
         at = (rows[n][:, None], np.arange(real.shape[1])[None], i[:, None])
         pair = []
-        for table, arrays in ((t.tail, t.tail_arrays), (t.body, t.arrays)):
+        for table, arrays in (t.stored(True), t.stored(False)):
             block = np.where(real, table[at], 0)[:, t.group_of].transpose(1, 0, 2).astype(np.int64)  # [Lc, M, Hk]
             pair.append(arrays.row(block, t.place[:, None]))
         return pair[0], pair[1], real[:, t.group_of].transpose(1, 0, 2)

@@ -74,6 +74,10 @@ class ClassTables:
         self.tail_pool = BlockPool(tail_blocks) if self.plan.tail else None
         self.tail_arrays = Arrays(self.plan.tail, tail_blocks, *shape) if self.plan.tail else None
 
+    def stored(self, tail: bool) -> tuple[np.ndarray, Arrays]:
+        """(table, storages) of the exact tail, else of the body."""
+        return (self.tail, self.tail_arrays) if tail else (self.body, self.arrays)
+
     @property
     def body_block_bytes(self) -> int:
         return self.groups[0].block_bytes(self.block)

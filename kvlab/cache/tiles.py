@@ -155,7 +155,7 @@ class TileBuilder:
 
     def _rows(self, bucket: Bucket, source: Source, li: int, start: int, width: int) -> np.ndarray:
         t, k = self.t, width // self.t.block
-        table, arrays = (t.body, t.arrays) if source == "body" else (t.tail, t.tail_arrays)
+        table, arrays = t.stored(source == "tail")
         span = table[self.step.cache_rows[bucket.members], :, start // t.block : start // t.block + k]
         blocks = np.zeros((*span.shape[:2], k), np.int64)
         blocks[..., : span.shape[2]] = span
@@ -164,7 +164,7 @@ class TileBuilder:
 
     def _layer_step(self, source: Source) -> int:
         """Rows from one layer's to the next one's, where all layers share the tables."""
-        arrays = self.t.tail_arrays if source == "tail" else self.t.arrays
+        arrays = self.t.stored(source == "tail")[1]
         return arrays.row(0, self.t.heads_of_group) if self.t.uniform and source != "chunk" else 0
 
     def _junk(self, bucket: Bucket, source: Source, li: int, start: int, width: int) -> Tensor | None:
