@@ -9,28 +9,19 @@
 #include "signs.h"
 
 namespace {
-struct Split {  // slots [first, first + n) of a decoding row; the first `skip` of them are not seen
-  int first, skip, n;
-  int64_t token[SPLIT / 16];  // of every sixteen slots: a division each
-  alignas(64) float s[MAX_R][SPLIT];  // scores, then weights
-  Split(const Where& w, int a, int b) : first(a & ~15), skip(a - first), n(b - first) {
-    for (int t = 0; t < n; t += 16) token[t / 16] = Where::token(w, first + t);
-  }
-};
-
 // What scores will need soon: keys AHEAD tokens further on (of the next side of K at the end), and these tokens' values.
-KV_INLINE void ask(const kv_format& f, const Split& x, int i, int t) {
+KV_INLINE void ask(const kv_format& f, const Sides& d, const Split& x, int i, int t) {
   const int ahead = t + AHEAD;
-  if (ahead < x.n) prefetch_rows(f.k[i], x.token[ahead / 16]);
-  else if (i + 1 < f.keys && ahead - x.n < x.n) prefetch_rows(f.k[i + 1], x.token[(ahead - x.n) / 16]);
-  if (!i) prefetch_rows(f.v, x.token[t / 16]);
+  if (ahead < x.n) prefetch_rows(f.k[i], d.of[i], x.token[ahead / 16]);
+  else if (i + 1 < f.keys && ahead - x.n < x.n) prefetch_rows(f.k[i + 1], d.of[i + 1], x.token[(ahead - x.n) / 16]);
+  if (!i) prefetch_rows(f.v, d.of[2], x.token[t / 16]);
 }
 
 // Scores of R query heads q [R, key lanes].
 static void scores(const kv_format& f, const Sides& d, const Where& w, int R, const float* q, float* buf, Split& x) {
   const int n = x.n, end = (n + 15) & ~15, ldq = key_lanes(f);
   float z[MAX_GROUPS][MAX_R];
-  for (int t = 0; t < n && t < AHEAD; t += 16) prefetch_rows(f.k[0], x.token[t / 16]);
+  for (int t = 0; t < n && t < AHEAD; t += 16) prefetch_rows(f.k[0], d.of[0], x.token[t / 16]);
   for (int i = 0, at = 0; i < f.keys; at += lanes(f.k[i]), i++) {
     const kv_side& k = f.k[i];
     const int parts = d.of[i].parts, wp = lanes(k) / parts;
@@ -65,7 +56,7 @@ static void scores(const kv_format& f, const Sides& d, const Where& w, int R, co
         if (bytes && (!t || first % k.group == 0)) asked.take(y, ldy, R, lanes(k), 1);
       }
       const Soon soon{{k.codes, x.token + f_min(t + AHEAD, end) / 16, k.row_bytes}, {f.v.codes, x.token + t / 16, f.v.row_bytes}, n - t - AHEAD};
-      for (int j = t; !beside && j < t + m; j += 16) ask(f, x, i, j);
+      for (int j = t; !beside && j < t + m; j += 16) ask(f, d, x, i, j);
       alignas(64) float dots[MAX_R][RUN];
       alignas(64) float scale[MAX_GROUPS][RUN], shift[MAX_GROUPS][RUN];
       for (int j = 0; parts > 1 && j < m; j += 16) {
@@ -119,36 +110,19 @@ static void split_rows(const kv_format& f, const Sides& d, const Where& w, int R
   Grouped by_group;
   Weights8 weights;
   float inverse[MAX_R];
-  for (int t = 0; groups && t < end; t += 16) by_group.scales(f.v, w, x.token[t / 16], t, groups, t < skip ? skip - t : 0, n - t < 16 ? n - t : 16);
+  bool bad[MAX_R];
+  for (int r = 0; r < R; r++) bad[r] = !finite(q + r * ldq, ldq);
+#define KV_CALL(N) groups == 0 ? softmax<N, 0>(f.v, w, 0, bad, x, by_group, inverse, lse2) : groups == 1 ? softmax<N, 1>(f.v, w, 1, bad, x, by_group, inverse, lse2) \
+                 : groups == 2 ? softmax<N, 2>(f.v, w, 2, bad, x, by_group, inverse, lse2) : softmax<N, -1>(f.v, w, groups, bad, x, by_group, inverse, lse2)
+  KV_ROWS(R, KV_CALL)
+#undef KV_CALL
   for (int r = 0; r < R; r++) {
-    float *s = x.s[r], *o = out + r * wv, low[MAX_GROUPS] = {};
-    X top = set1(NEG_INF);
-    for (int t = 0; t < end; t += 16) {
-      if (t < skip || t + 16 > n) store(s + t, between(load(s + t), skip - t, n - t, NEG_INF));
-      top = max(top, load(s + t));
-    }
-    const float m = hmax(top);
-    const bool bad = !finite(q + r * ldq, ldq);
-    if (bad || m == NEG_INF) {  // or nothing but holes
-      inverse[r] = bad ? NAN : 0.f, lse2[r] = bad ? NAN : NEG_INF;
-      std::memset(s, 0, sizeof(float) * end);
-    } else {
-      X sum = set1(0.f);
-      for (int t = 0; t < end; t += 16) {
-        X p = exp2_of(sub(load(s + t), set1(m)));
-        if (t < skip || t + 16 > n) p = between(p, skip - t, n - t, 0.f);
-        if (f.valid) p = holes(w, x.token[t / 16], p, nullptr);
-        store(s + t, p), sum = add(sum, p);
-      }
-      const float l = hsum(sum);
-      lse2[r] = m + std::log2(l), inverse[r] = 1.f / l;
-    }
-    if (groups) by_group.weigh(r, s, end, groups);
+    float low[MAX_GROUPS] = {};
     for (int g = 0; g < f_max(groups, 1); g++) {
-      if (groups) low[g] = by_group.sum[g];
-      if (bytes) low[g] += weights.take(*d.v, g, r, groups ? by_group.p[g][r] : s, end);
+      if (groups) low[g] = by_group.sum[g][r];
+      if (bytes) low[g] += weights.take(*d.v, g, r, groups ? by_group.p[g][r] : x.s[r], end);
     }
-    for (int c = 0; c < wv; c += 16) store(o + c, set1(low[groups ? d.of[2].group[c] : 0]));
+    for (int c = 0; c < wv; c += 16) store(out + r * wv + c, set1(low[groups ? d.of[2].group[c] : 0]));
   }
   const Stored from{f.v.codes, x.token, f.v.row_bytes};
   const Weights<float> all = groups ? Weights<float>{by_group.p[0][0], SPLIT, groups > 1 ? MAX_R * SPLIT : 0, d.of[2].group} : Weights<float>{x.s[0], SPLIT, 0, d.of[2].group};

@@ -7,8 +7,10 @@
 namespace {
 // Sums16: sixteen int16, of pairs of neighbouring products of an unsigned and a signed byte. Laced (bytes.h): 32 bytes.
 #if KV_AVX512  // codes are multiplied where they are unpacked: Decoder::dot8, mix8
-KV_INLINE void store_queries(int8_t* out, const float* x) {  // two slots of whole numbers
-  for (int i = 0; i < 32; i += 16) _mm_storeu_si128((__m128i*)(out + i), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(_mm512_loadu_ps(x + i))));
+KV_INLINE void store_queries(int8_t* out, const float* x) {  // two slots of whole numbers, word by word (units.h: byte_of)
+  const __m128i words = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  for (int i = 0; i < 32; i += 16)
+    _mm_storeu_si128((__m128i*)(out + i), _mm_shuffle_epi8(_mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(_mm512_loadu_ps(x + i))), words));
 }
 KV_INLINE void store_row(uint8_t* out, X x) { _mm_storeu_si128((__m128i*)out, _mm512_cvtusepi32_epi8(_mm512_cvtps_epi32(x.a))); }
 #elif KV_AVX2

@@ -28,15 +28,16 @@ struct kv_view {         // what the rows of some sequences see; made once a ste
 };
 
 namespace {
-constexpr int SPLIT = 256, TILE = 64, ROWS = 96, MAX_R = 4, AHEAD = 64, RUN = 64, MAX_GROUPS = 8;
 constexpr float LOG2E = 1.44269504088896341f, LN2 = 0.693147180559945309f;
 
 struct Lanes {  // of a side
   bool runs;    // slots come in pairs: two runs of sixteen channels each, laced; or of whole bytes, or of AVX-512's units
-  bool lined;   // each is sixteen neighbouring channels
+  bool lined;   // each is sixteen neighbouring channels, in order
+  bool turned;  // or in the order of AVX-512's units of sixteen bytes
   int groups;   // of a token's scales, if each slot lies in one of at most MAX_GROUPS; else 0
   int parts;    // groups that are read one by one: each has slots and bytes of its own; else 1
   bool wide;    // every two slots lie in one group
+  int64_t scales;  // bytes of a token's scales, 0: it has none of its own
   int32_t group[MAX_SLOTS * 16];
 };
 static kv_side one_part(const kv_side& s, int parts) {
@@ -58,8 +59,11 @@ static void open_lanes(const kv_side& s, Lanes& to) {
   const int lanes = s.slots * 16;
   const bool one = s.axis != KV_TOKEN || s.group == s.width;
   for (int c = 0; c < lanes; c++) to.group[c] = one || s.channel[c] < s.group ? 0 : s.channel[c] / s.group;
-  to.lined = true;
-  for (int c = 0; c < lanes; c++) to.lined = to.lined && s.channel[c] == s.channel[c & ~15] + c % 16;
+  to.lined = true, to.turned = KV_AVX512;
+  for (int c = 0; c < lanes; c++) {
+    to.lined = to.lined && s.channel[c] == s.channel[c & ~15] + c % 16;
+    to.turned = to.turned && s.channel[c] == s.channel[c & ~15] + c % 4 * 4 + c % 16 / 4;
+  }
 #if KV_AVX512
   to.runs = !laced || unit_size(s) * 4 >= 16 * unit_bytes(s.bits);  // a unit is two slots or more
 #else
@@ -73,6 +77,7 @@ static void open_lanes(const kv_side& s, Lanes& to) {
   for (int c = 0; c < lanes; c++)
     if (to.group[c] != to.group[c & ~15]) to.groups = 0;
   to.wide = to.groups > 0;
+  to.scales = s.axis == KV_TOKEN ? s.width / s.group * (s.meta == KV_F32 ? 4 : 2) : 0;
   for (int c = 0; c < lanes; c++)
     if (to.group[c] != to.group[c & ~31]) to.wide = false;
   const bool own = is_codes(s) ? s.pack == s.group && s.pack * unit_bytes(s.bits) / 8 % 16 == 0 : s.group % 16 == 0;
@@ -107,13 +112,13 @@ KV_INLINE void punch(const Where& w, int64_t token, int n, float* scores) {
     if (!valid[t]) scores[t] = NEG_INF;
 }
 
-// Zero where there is a hole; also written to `to`.
-KV_INLINE X holes(const Where& w, int64_t token, X x, float* to) {
+// Zero where there is a hole.
+KV_INLINE X holes(const Where& w, int64_t token, X x) {
+  if (!w.f.valid) return x;
   alignas(64) float v[16];
   store(v, x);
   const uint8_t* valid = w.f.valid + token;
   for (int t = 0; t < 16; t++) v[t] = valid[t] ? v[t] : 0.f;
-  if (to) store(to, load(v));
   return load(v);
 }
 
@@ -146,7 +151,14 @@ template <class F> KV_INLINE void each_block_scale(const kv_side& s, const Lanes
     for (int c = 0; c < lanes(s); c += 16) put(c, meta_load(s.scale, s.meta, at + s.channel[c]), zero(c));
     return;
   }
-#if !KV_AVX512
+#if KV_AVX512
+  if (of.turned) {
+    alignas(64) int32_t by[16];
+    for (int l = 0; l < 16; l++) by[l] = byte_of(16, l);
+    for (int c = 0; c < lanes(s); c += 16) put(c, permute(meta_load(s.scale, s.meta, at + s.channel[c]), by, 16), s.zero ? permute(zero(c), by, 16) : set1(0.f));
+    return;
+  }
+#else
   for (int c = 0; c < lanes(s) && of.runs; c += 32) {
     X a[2], b[2];
     lace(meta_load(s.scale, s.meta, at + s.channel[c]), meta_load(s.scale, s.meta, at + s.channel[c + 4]), a);
@@ -209,12 +221,10 @@ KV_INLINE void some_group_scales(const kv_side& s, int64_t token, int groups, X*
   by_value(scale, groups);
   if (s.zero) by_value(shift, groups);
 }
-static void group_scales(const kv_side& s, int64_t token, int groups, X* scale, X* shift) {
-  switch (groups) {  // a number that is known keeps them in registers
-    case 2: return some_group_scales(s, token, 2, scale, shift);
-    case 4: return some_group_scales(s, token, 4, scale, shift);
-    default: return some_group_scales(s, token, groups, scale, shift);
-  }
+KV_INLINE void group_scales(const kv_side& s, int64_t token, int groups, X* scale, X* shift) {
+  if (groups == 2) return some_group_scales(s, token, 2, scale, shift);  // a number that is known keeps them in registers
+  if (groups == 4) return some_group_scales(s, token, 4, scale, shift);
+  some_group_scales(s, token, groups, scale, shift);
 }
 
 // Rows x = scale * x + (zero + scale * mid): scales per group of channels, or per channel and group of tokens.
@@ -278,16 +288,14 @@ static void slot_order(const kv_side& s, const float* q, float by, float* out) {
 KV_INLINE void prefetch(const uint8_t* p, int64_t bytes) {
   for (int64_t b = 0; b < bytes; b += 64) KV_PREFETCH(p + b);
 }
-KV_INLINE void prefetch_rows(const kv_side& s, int64_t token) {
-  const int64_t meta = s.meta == KV_F32 ? 4 : 2;
+KV_INLINE void prefetch_rows(const kv_side& s, const Lanes& of, int64_t token) {
   prefetch(s.codes + token * s.row_bytes, 16 * s.row_bytes);
-  if (s.axis == KV_TOKEN) {
-    const int64_t each = s.width / s.group * meta;
-    prefetch(s.scale + token * each, 16 * each);
-    if (s.zero) prefetch(s.zero + token * each, 16 * each);
-    if (s.scale2) prefetch(s.scale2 + token * each, 16 * each);
+  if (of.scales) {
+    prefetch(s.scale + token * of.scales, 16 * of.scales);
+    if (s.zero) prefetch(s.zero + token * of.scales, 16 * of.scales);
+    if (s.scale2) prefetch(s.scale2 + token * of.scales, 16 * of.scales);
   } else if (s.axis == KV_BLOCK && token % s.group == 0) {
-    const int64_t each = s.width * meta, at = token / s.group;
+    const int64_t each = s.width * (s.meta == KV_F32 ? 4 : 2), at = token / s.group;
     prefetch(s.scale + at * each, each);
     if (s.zero) prefetch(s.zero + at * each, each);
   }

@@ -29,6 +29,7 @@ struct kv_side {
 
 namespace {
 constexpr int MAX_UNITS = 16, MAX_SLOTS = 64;
+constexpr int SPLIT = 256, TILE = 64, ROWS = 96, MAX_R = 4, AHEAD = 64, RUN = 64, MAX_GROUPS = 8;
 KV_INLINE int f_min(int a, int b) { return a < b ? a : b; }
 KV_INLINE int f_max(int a, int b) { return a > b ? a : b; }
 

@@ -2,8 +2,8 @@
 #pragma once
 #include <type_traits>
 
+#include "beside.h"
 #include "direct.h"
-#include "units.h"
 
 namespace {
 template <int BITS, bool UNIFORM> struct Numbers {  // of codes
@@ -30,10 +30,11 @@ template <int BITS, bool UNIFORM> struct Codes final : Decoder {
   const int64_t row_bytes, pack_bytes;
   const Numbers<BITS, UNIFORM> numbers;
   Narrow narrow;
+  Beside<BITS> beside;
   alignas(64) uint8_t as_byte[64];
   Codes(const kv_side& s, Wanted wanted)
       : unit(unit_size(s)), packs(s.width / s.pack), units(s.pack * P::W / 8 / unit), slots(s.slots), row_bytes(s.row_bytes),
-        pack_bytes(s.pack * BITS / 8), numbers(s) {
+        pack_bytes(s.pack * BITS / 8), numbers(s), beside(s) {
     if (P::REST) narrow_of<BITS>(s, narrow);
     if (wanted == UNSIGNED ? by_tokens() : wanted == SIGNED && by_fours()) take_bytes(s, wanted);
   }
@@ -113,60 +114,81 @@ template <int BITS, bool UNIFORM> struct Codes final : Decoder {
     }
     return by_tokens();
   }
-  // With a token in each lane no sum of lanes is left, and a query's channel is one number. Calls f(codes of four channels of
-  // each token, a byte each, place of the first of them) four channels at a time.
-  template <class F> KV_INLINE void each_four(const Codes& c, const uint8_t* row, F f) {
-    constexpr int WIDE = 8 * P::W;  // bytes of 64 codes
-    const int all = c.units * 16, few = c.slots * 2;  // bytes of the widest plane, and of the narrow one
-    Index wide[WIDE / 4], rest[4];
-    if (P::REST && few == 8) columns<8>(row + all, c.row_bytes, rest);
-    else if (P::REST) columns<16>(row + all, c.row_bytes, rest);
-    for (int b = 0; b < all; b += 4) {
-      if (WIDE == 32 && all == 16) b ? void() : columns<16>(row, c.row_bytes, wide);  // 32 codes are all there are
-      else if (b % WIDE == 0) columns<WIDE>(row + b, c.row_bytes, wide);
-      const Index w = wide[b % WIDE / 4], more = P::REST ? Index{shifted(rest[b % few / 4], b / few)} : w;
-      const int64_t at = b / 16 * 16 * P::PER + b % 16;
-      KV_UNROLL(4)
-      for (int i = 0; i < P::PER; i++) {
-        Index k = {shifted(w, P::W * i)};
-        if (P::REST) k.a = _mm512_ternarylogic_epi32(k.a, shifted(more, P::W * i - P::W), _mm512_set1_epi8((1 << P::W) - 1), 0xE4);
-        f(k, at + 16 * i);
-      }
+  // With a token in each lane no sum of lanes is left, and a query's channel is one number. Words are turned a piece of a row
+  // ahead of their products, which would wait for them. Calls f(codes of four channels of each token, a byte each, their
+  // slot's first lane, which word of it they are) for all channels of sixteen tokens, then done(the first of them).
+  static constexpr int HALVES = BITS == 4 ? 1 : 2, APART = BITS == 5 ? 1 : 2, WIDE = 8 * P::W;  // WIDE: bytes of 64 codes
+  struct Piece { Index word[WIDE / 4][P::REST ? 2 : 1]; };
+  KV_INLINE void turn(const uint8_t* row, int64_t row_bytes, int b, int all, int few, Index* rest, Piece& to) {
+    Index wide[WIDE / 4];
+    if (P::REST && !b) few == 8 ? columns<8>(row + all, row_bytes, rest) : columns<16>(row + all, row_bytes, rest);
+    WIDE == 32 && all == 16 ? columns<16>(row, row_bytes, wide) : columns<WIDE>(row + b, row_bytes, wide);  // 32 codes may be all there are
+    KV_UNROLL(8)
+    for (int c = 0; c < WIDE / 4; c++) {
+      to.word[c][0] = wide[c];
+      if (!P::REST) continue;
+      const __m512i low = _mm512_set1_epi8(P::W == 4 ? 0x0F : 0x33), more = _mm512_srl_epi32(rest[(b / 4 + c) % (few / 4)].a, _mm_cvtsi32_si128((b + 4 * c) / few));
+      to.word[c][0].a = _mm512_ternarylogic_epi32(wide[c].a, _mm512_slli_epi32(more, P::W), low, 0xE4);
+      to.word[c][P::REST ? 1 : 0].a = _mm512_ternarylogic_epi32(_mm512_srli_epi32(wide[c].a, P::W), more, low, 0xE4);
     }
+  }
+  template <class F, class E> KV_INLINE void each_four(const Codes& c, const Stored& from, int n, F f, E done) {
+    const int all = c.units * 16, few = c.slots * 2, piece = f_min(all, WIDE);  // bytes of the widest plane, of the narrow one
+    const int64_t row_bytes = c.row_bytes;
+    Index rest[4];
+    Piece pieces[2];
+    turn(Stored::row(from, 0), row_bytes, 0, all, few, rest, pieces[0]);
+    int now = 0;
+    for (int t = 0; t < n; done(t), t += 16)
+      for (int b = 0; b < all; b += piece, now ^= 1) {
+        const bool last = b + piece == all;
+        if (!last || t + 16 < n) turn(Stored::row(from, last ? t + 16 : t), row_bytes, last ? 0 : b + piece, all, few, rest, pieces[now ^ 1]);
+        for (int64_t at = b; at < b + piece; at += 4) {
+          const Index* word = pieces[now].word[(at - b) / 4];
+          const int64_t slot = at / 16 * 16 * P::PER, which = at % 16 / 4;
+          KV_UNROLL(2)
+          for (int h = 0; h < HALVES; h++)
+            KV_UNROLL(2)
+            for (int k = 0; k < APART; k++) f(Index{shifted(word[P::REST ? h : 0], 4 * k + (P::REST ? 0 : P::W * h))}, slot + 16 * (h + k * 4 / P::W), which);
+        }
+      }
   }
   template <int R> void by_token(const float* q, int ldq, const Stored& from, int n, float* dots, int ld) const {
     const auto numbers = this->numbers;
     const float* y[R];
     for (int r = 0; r < R; r++) y[r] = q + r * ldq;
-    for (int t = 0; t < n; t += 16) {
-      X sum[R][2];
-      for (auto& s : sum) s[0] = s[1] = set1(0.f);
-      each_four(*this, Stored::row(from, t), [&](Index four, int64_t at) {
-        for (int i = 0; i < 4; i++) {
-          const X x = Numbers<BITS, UNIFORM>::look(numbers, {shifted(four, 8 * i)});
-          for (int r = 0; r < R; r++) sum[r][i % 2] = fma(x, set1(y[r][at + i]), sum[r][i % 2]);
-        }
-      });
-      for (int r = 0; r < R; r++) store(dots + r * ld + t, add(sum[r][0], sum[r][1]));
-    }
+    constexpr int SUMS = BITS == 5 ? 2 : 4;  // of a query
+    X sum[R][SUMS];
+    for (auto& s : sum) for (auto& x : s) x = set1(0.f);
+    each_four(*this, from, n, [&](Index four, int64_t at, int64_t word) {
+      KV_UNROLL(4)
+      for (int i = 0; i < 4; i++) {
+        const X x = Numbers<BITS, UNIFORM>::look(numbers, {shifted(four, 8 * i)});
+        for (int r = 0; r < R; r++) sum[r][i % SUMS] = fma(x, set1(y[r][at + word + 4 * i]), sum[r][i % SUMS]);
+      }
+    }, [&](int t) {
+      for (int r = 0; r < R; r++) {
+        store(dots + r * ld + t, SUMS == 2 ? add(sum[r][0], sum[r][1]) : add(add(sum[r][0], sum[r][1]), add(sum[r][SUMS - 2], sum[r][SUMS - 1])));
+        for (auto& x : sum[r]) x = set1(0.f);
+      }
+    });
   }
   template <int R> void by_token8(const int8_t* q, int ldq, const Stored& from, int n, float* sums, int ld) const {
     const __m512i entry = _mm512_load_si512(as_byte);
     const int8_t* y[R];
     for (int r = 0; r < R; r++) y[r] = q + r * ldq;
-    for (int t = 0; t < n; t += 16) {
-      __m512i sum[R];
-      for (auto& s : sum) s = _mm512_setzero_si512();
-      each_four(*this, Stored::row(from, t), [&](Index four, int64_t at) {
-        const __m512i x = _mm512_permutexvar_epi8(four.a, entry);
-        for (int r = 0; r < R; r++) {
-          int32_t asked;
-          std::memcpy(&asked, y[r] + at, 4);
-          sum[r] = _mm512_dpbusd_epi32(sum[r], x, _mm512_set1_epi32(asked));
-        }
-      });
-      for (int r = 0; r < R; r++) store(sums + r * ld + t, {_mm512_cvtepi32_ps(sum[r])});
-    }
+    __m512i sum[R];
+    for (auto& s : sum) s = _mm512_setzero_si512();
+    each_four(*this, from, n, [&](Index four, int64_t at, int64_t word) {
+      const __m512i x = _mm512_permutexvar_epi8(four.a, entry);
+      for (int r = 0; r < R; r++) {
+        int32_t asked;
+        std::memcpy(&asked, y[r] + at + 4 * word, 4);
+        sum[r] = _mm512_dpbusd_epi32(sum[r], x, _mm512_set1_epi32(asked));
+      }
+    }, [&](int t) {
+      for (int r = 0; r < R; r++) store(sums + r * ld + t, {_mm512_cvtepi32_ps(sum[r])}), sum[r] = _mm512_setzero_si512();
+    });
   }
   void dot8(const int8_t* q, int ldq, int R, const Stored& from, int n, float* sums, int ld) const override {
     if constexpr (TOKENS_TOO) {
@@ -177,6 +199,13 @@ template <int BITS, bool UNIFORM> struct Codes final : Decoder {
   }
   bool mix(const Weights<float>& w, int R, const Stored& rows, int from, int to, float* acc, int lda) const override {
     const auto with = [&](const auto& four) { mix_direct(four, w, R, rows, from, to, slots, acc, lda); };
+    if constexpr (TOKENS_TOO) {
+      bool done = false;
+#define KV_CALL(N) done = Beside<BITS>::template mix<N>(beside, numbers, w, rows, (to + 15) & ~15, acc, lda)
+      if (beside.tokens) KV_ROWS(R, KV_CALL)
+#undef KV_CALL
+      if (done) return true;
+    }
     if constexpr (DIRECT) {
       if (by_rows()) unit == MOST ? with(Four<MOST>{*this, numbers}) : with(Four<MOST / 2>{*this, numbers});
     }

@@ -1,7 +1,8 @@
 // Codes as AVX-512 reads them: sixteen at a time, a byte with the code in each lane of 32 bits, shifted and looked up there.
 // A row's widest plane is read in UNITs of N bytes, the largest power of two that divides a packed row and has at most 64
-// codes; so no unit crosses packed rows. Lane l of a unit's slot s is field 16 / N * s + l / N of its byte l % N: all
-// sixteen lanes are codes unless a unit has but eight.
+// codes; so no unit crosses packed rows. Lane l of a unit's slot s is field 16 / N * s + l / N of a byte: all sixteen lanes
+// are codes unless a unit has but eight. Of sixteen bytes lanes take the first ones of four words, then the second ones
+// (byte_of): what several words lying side by side have in common is one register then (beside.h).
 #pragma once
 #include "slots.h"
 
@@ -14,6 +15,7 @@ static int unit_size(const kv_side& s) {
 }
 template <int BITS, int N> constexpr int slots_of_unit = N * 8 / Bits<BITS>::W / 16 ? N * 8 / Bits<BITS>::W / 16 : 1;
 constexpr int field_of(int N, int s, int l) { return 16 / N * s + l / N; }
+constexpr int byte_of(int N, int l) { return N == 16 ? l % 4 * 4 + l / 4 : l % N; }
 
 static int code_channels(const kv_side& s, int16_t* channel) {
   const int w = unit_bytes(s.bits), n = unit_size(s), each = f_max(n * 8 / w / 16, 1), bytes = s.pack * w / 8;
@@ -24,18 +26,25 @@ static int code_channels(const kv_side& s, int16_t* channel) {
       for (int i = 0; i < each; i++, slot++)
         for (int l = 0; l < 16; l++) {
           const int run = field_of(n, i, l);
-          channel[slot * 16 + l] = (int16_t)(run * w < 8 ? row + run * bytes + b + l % n : -1);
+          channel[slot * 16 + l] = (int16_t)(run * w < 8 ? row + run * bytes + b + byte_of(n, l) : -1);
         }
   return slot;
 }
 
 struct Index { __m512i a; };  // a code in each lane; what is above it may be anything
-template <int N> KV_INLINE Index spread(const uint8_t* p) {  // N bytes, again and again
-  if constexpr (N == 16) return {_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p))};
-  if constexpr (N == 8) { int64_t v; std::memcpy(&v, p, 8); return {_mm512_cvtepu8_epi32(_mm_set1_epi64x(v))}; }
-  if constexpr (N == 4) { int32_t v; std::memcpy(&v, p, 4); return {_mm512_cvtepu8_epi32(_mm_set1_epi32(v))}; }
-  if constexpr (N == 2) { int16_t v; std::memcpy(&v, p, 2); return {_mm512_cvtepu8_epi32(_mm_set1_epi16(v))}; }
-  if constexpr (N == 1) return {_mm512_set1_epi32(*p)};
+template <int N, int M = N> KV_INLINE Index spread(const uint8_t* p) {  // M bytes, again and again, in the order of a unit of N
+  if constexpr (N == 16) {
+    alignas(64) static constexpr struct By { int32_t v[16]; constexpr By() : v() { for (int l = 0; l < 16; l++) v[l] = l / 4 * 8; } } by;
+    __m512i x;
+    if constexpr (M == 16) x = _mm512_broadcast_i32x4(load_bytes(p).a);
+    if constexpr (M == 8) { int64_t v; std::memcpy(&v, p, 8); x = _mm512_set1_epi64(v); }
+    if constexpr (M == 4) { int32_t v; std::memcpy(&v, p, 4); x = _mm512_set1_epi32(v); }
+    return {_mm512_srlv_epi32(x, _mm512_load_si512(by.v))};
+  }
+  if constexpr (M == 8) { int64_t v; std::memcpy(&v, p, 8); return {_mm512_cvtepu8_epi32(_mm_set1_epi64x(v))}; }
+  if constexpr (M == 4) { int32_t v; std::memcpy(&v, p, 4); return {_mm512_cvtepu8_epi32(_mm_set1_epi32(v))}; }
+  if constexpr (M == 2) { int16_t v; std::memcpy(&v, p, 2); return {_mm512_cvtepu8_epi32(_mm_set1_epi16(v))}; }
+  if constexpr (M == 1) return {_mm512_set1_epi32(*p)};
 }
 
 // The narrower planes of a packed row (kernels/packing.py, order `split`): which byte a lane's bits are in, and how far it is
@@ -55,9 +64,9 @@ template <int BITS> static void narrow_of(const kv_side& s, Narrow& t) {
     t.offset[plane] = start, t.bytes[plane] = m;
     for (int u = 0; u < bytes / n; u++)
       for (int l = 0; l < 16; l++) {
-        t.at[plane][u][l] = (int16_t)((u * n + l % n) % m);
+        t.at[plane][u][l] = (int16_t)((u * n + byte_of(n, l)) % m);
         for (int i = 0; i < each; i++) {
-          const int channel = field_of(n, i, l) * bytes + u * n + l % n;
+          const int channel = field_of(n, i, l) * bytes + u * n + byte_of(n, l);
           t.turn[plane][u * each + i][l] = channel < s.pack ? (v * (channel / m) - low) & 31 : 0;
         }
       }
@@ -83,7 +92,7 @@ template <int BITS, int N> struct Unpack {  // units of one packed row
     fields(quads<N>(row + u * N, row_bytes), bits, t, u, out);
   }
   template <int M> KV_INLINE __m512i quads(const uint8_t* p, int64_t row_bytes) {  // M bytes of four rows, again and again
-    alignas(64) static constexpr struct By { uint8_t v[64]; constexpr By() : v() { for (int i = 0; i < 64; i++) v[i] = (uint8_t)(i % 4 * 16 + i / 4 % M); } } by;
+    alignas(64) static constexpr struct By { uint8_t v[64]; constexpr By() : v() { for (int i = 0; i < 64; i++) v[i] = (uint8_t)(i % 4 * 16 + byte_of(N, i / 4) % M); } } by;
     __m128i x[4];
     for (int i = 0; i < 4; i++, p += row_bytes) x[i] = M == 16 ? load_bytes(p).a : M == 8 ? load_eight(p).a : load_four(p).a;
     const __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(x[0]), x[1], 1), high = _mm256_inserti128_si256(_mm256_castsi128_si256(x[2]), x[3], 1);
@@ -106,9 +115,9 @@ template <int BITS, int N> struct Unpack {  // units of one packed row
   }
   KV_INLINE __m512i plane(const uint8_t* from, const Narrow& t, int p, int u) {
     const int m = t.bytes[p];
-    if (N == 16 && m % 16 == 0) return spread<16>(from + u * 16 % m).a;
-    if (N >= 8 && m == 8) return spread<8>(from).a;
-    if (N >= 4 && m == 4) return spread<4>(from).a;
+    if constexpr (N == 16) if (m % 16 == 0) return spread<16>(from + u * 16 % m).a;
+    if constexpr (N >= 8) if (m == 8) return spread<N, 8>(from).a;
+    if constexpr (N >= 4) if (m == 4) return spread<N, 4>(from).a;
     if (m > 64) {
       alignas(64) int32_t b[16];
       for (int l = 0; l < 16; l++) b[l] = from[t.at[p][u][l]];
