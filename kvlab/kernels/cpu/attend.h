@@ -41,7 +41,7 @@ static void scores(const kv_format& f, const Sides& d, const Where& w, int R, co
     const bool bits = !bytes && Signs::takes(k, d.of[i]);
     if (bits) signs.take(k, q + at, ldq, R);
     const bool beside = d.part[i]->asks && f.keys == 1 && k.axis == KV_NONE && f.v.axis == KV_NONE;
-    alignas(64) float scaled[MAX_R][MAX_SLOTS * 16];
+    alignas(64) float scaled[MAX_R * MAX_SLOTS * 16];
     for (int t = 0, m; t < end; t += m) {
       m = f_min(is_codes(k) || beside ? RUN : 16, end - t);  // as many as can be asked for at once
       const float* y = q + at;
@@ -49,10 +49,10 @@ static void scores(const kv_format& f, const Sides& d, const Where& w, int R, co
       if (per_channel) {  // a group of tokens lies in one block
         const int64_t first = x.token[t / 16];
         m = f_min(m, k.group - (int)(first % k.group));
-#define KV_CALL(N) scale_queries<N>(k, d.of[i], first, q + at, ldq, scaled[0], MAX_SLOTS * 16, z[0])
+#define KV_CALL(N) scale_queries<N>(k, d.of[i], first, q + at, ldq, scaled, lanes(k), z[0])
         if (!t || first % k.group == 0) KV_ROWS(R, KV_CALL)
 #undef KV_CALL
-        y = scaled[0], ldy = MAX_SLOTS * 16;
+        y = scaled, ldy = lanes(k);
         if (bytes && (!t || first % k.group == 0)) asked.take(y, ldy, R, lanes(k), 1);
       }
       const Soon soon{{k.codes, x.token + f_min(t + AHEAD, end) / 16, k.row_bytes}, {f.v.codes, x.token + t / 16, f.v.row_bytes}, n - t - AHEAD};
@@ -125,7 +125,7 @@ static void split_rows(const kv_format& f, const Sides& d, const Where& w, int R
     for (int c = 0; c < wv; c += 16) store(out + r * wv + c, set1(low[groups ? d.of[2].group[c] : 0]));
   }
   const Stored from{f.v.codes, x.token, f.v.row_bytes};
-  const Weights<float> all = groups ? Weights<float>{by_group.p[0][0], SPLIT, groups > 1 ? MAX_R * SPLIT : 0, d.of[2].group} : Weights<float>{x.s[0], SPLIT, 0, d.of[2].group};
+  const Weights<float> all = groups ? Weights<float>{by_group.p[0][0], PITCH, groups > 1 ? MAX_R * PITCH : 0, d.of[2].group} : Weights<float>{x.s[0], PITCH, 0, d.of[2].group};
   // Numbers of codes are numbers also in holes, whose weight is zero; floats may be anything there.
   const bool direct = (groups || f.v.axis == KV_NONE) && (is_codes(f.v) || !f.valid);
   if (bytes) {
@@ -135,7 +135,7 @@ static void split_rows(const kv_format& f, const Sides& d, const Where& w, int R
       const int first = t < skip ? skip - t : 0, some = f_min(n - t, 16) - first;
       const float* v = read_rows(f.v, d.v, d.of[2], w, x.token[t / 16] + first, some, buf, !groups);
 #define KV_CALL(N) groups ? by_group.mix<N>(d.of[2], v, f.v.slots, t + first, some, out, wv) \
-                          : mix16<N>(&x.s[0][t + first], SPLIT, v, wv, wv, some, out, wv)
+                          : mix16<N>(&x.s[0][t + first], PITCH, v, wv, wv, some, out, wv)
       KV_ROWS(R, KV_CALL)
 #undef KV_CALL
     }

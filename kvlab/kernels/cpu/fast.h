@@ -169,7 +169,7 @@ struct Dither {
 };
 
 struct Weights8 {  // of a split: probability times scale, per group of channels
-  uint8_t p[MAX_GROUPS][MAX_R][SPLIT];
+  uint8_t p[MAX_GROUPS][MAX_R][PITCH];
   float by[MAX_GROUPS][MAX_R][SPLIT / TOKENS];
   // Weights of group g and row r. Returns the sum over tokens of weight * d.low. A token without weight may hold anything.
   float take(const Decoder& d, int g, int r, const float* from, int n) {
@@ -195,7 +195,7 @@ struct Weights8 {  // of a split: probability times scale, per group of channels
   // out[r] += weights times the stored numbers of all n tokens, W lanes each.
   void mix(const Decoder& d, const Lanes& of, const Stored& from, int W, int n, int R, float* out, int ldo) const {
 #if KV_AVX512
-    d.mix8({p[0][0], SPLIT, MAX_R * SPLIT, of.group}, {by[0][0], SPLIT / TOKENS, MAX_R * SPLIT / TOKENS, of.group}, R, from, n, out, ldo);
+    d.mix8({p[0][0], PITCH, MAX_R * PITCH, of.group}, {by[0][0], SPLIT / TOKENS, MAX_R * SPLIT / TOKENS, of.group}, R, from, n, out, ldo);
 #else
     alignas(64) uint8_t x[TOKENS * MAX_SLOTS * 16];
     for (int t = 0; t < n; t += TOKENS) {
@@ -203,7 +203,7 @@ struct Weights8 {  // of a split: probability times scale, per group of channels
       for (int i = 0; i < some; i += 16) d.bytes(Stored::row(from, t + i), 16, x + i * W);
       for (int c = 0; c < W; c += 32) {
         const int g = of.group[c];
-#define KV_CALL(N) mix_bytes<N>(&p[g][0][t], SPLIT, &by[g][0][t / TOKENS], SPLIT / TOKENS, x + c, W, some, out + c, ldo)
+#define KV_CALL(N) mix_bytes<N>(&p[g][0][t], PITCH, &by[g][0][t / TOKENS], SPLIT / TOKENS, x + c, W, some, out + c, ldo)
         KV_ROWS(R, KV_CALL)
 #undef KV_CALL
       }

@@ -7,14 +7,14 @@
 
 namespace {
 struct Grouped {
-  alignas(64) float p[MAX_GROUPS][MAX_R][SPLIT];
+  alignas(64) float p[MAX_GROUPS][MAX_R][PITCH];
   float sum[MAX_GROUPS][MAX_R];  // of probability * shift
   // acc[r] += weights [t, t + n) times rows x [n].
   template <int R> void mix(const Lanes& of, const float* x, int slots, int t, int n, float* acc, int lda) const {
     for (int s = 0; s < slots;) {
       const int g = of.group[16 * s], first = s;
       while (s < slots && of.group[16 * s] == g) s++;
-      mix16<R>(&p[g][0][t], SPLIT, x + 16 * first, 16 * (s - first), 16 * slots, n, acc + 16 * first, lda);
+      mix16<R>(&p[g][0][t], PITCH, x + 16 * first, 16 * (s - first), 16 * slots, n, acc + 16 * first, lda);
     }
   }
 };
@@ -22,7 +22,7 @@ struct Grouped {
 struct Split {  // slots [first, first + n) of a decoding row; the first `skip` of them are not seen
   int first, skip, n;
   int64_t token[SPLIT / 16];  // of every sixteen slots: a division each
-  alignas(64) float s[MAX_R][SPLIT];  // scores, then weights
+  alignas(64) float s[MAX_R][PITCH];  // scores, then weights
   Split(const Where& w, int a, int b) : first(a & ~15), skip(a - first), n(b - first) {
     for (int t = 0; t < n; t += 16) token[t / 16] = Where::token(w, first + t);
   }
