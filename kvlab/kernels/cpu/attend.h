@@ -1,5 +1,5 @@
 // Softmax attention of query rows over pages, straight from what is stored. Results depend on a row and the slots it sees
-// alone: a decoding row is cut into SPLITs of fixed length that start at slot 0, chunk rows walk TILEs that start at
+// alone: a decoding row is cut into splits whose places are fixed (split_start), chunk rows walk TILEs that start at
 // slot 0, and whatever a thread does is one (sequence, head, split) or (sequence, head, rows) by itself.
 #pragma once
 #include <vector>
@@ -223,7 +223,7 @@ static void finish(const Output& io, const kv_format& f, const float* o, float l
 
 static void decode_item(const kv_format& f, const kv_view& s, const Sides& d, const float* queries, int n, int h, int split, float* part) {
   const int g0 = f.group_of[h], at = (n * s.groups + g0) * s.rows, wv = lanes(f.v);
-  const int a = f_max(s.lo[at], split * SPLIT), b = f_min(s.hi[at], (split + 1) * SPLIT);
+  const int a = f_max(s.lo[at], split_start(split)), b = f_min(s.hi[at], split_start(split + 1));
   float* lse2 = part + f.group * wv;
   if (a >= b) {
     for (int g = 0; g < f.group; g++) lse2[g] = NEG_INF;

@@ -34,10 +34,10 @@ template <int BITS> struct Beside {
   }
 
   // Both planes in one: words whose fields lie four bits apart (3 bits) or eight (5), every second field in either half.
-  static constexpr int REGISTERS = SPLIT / 4, HALF = REGISTERS * 64;  // of each half: they stay in the first-level cache
+  static constexpr int REGISTERS = 64, HALF = REGISTERS * 64;  // of each half: they stay in the first-level cache
   struct Merged {
     alignas(64) uint8_t half[2][P::REST ? HALF : 64];
-    int64_t token[SPLIT / 16];
+    int64_t token[REGISTERS * 4 / 16];
   };
   static void merge(const Beside& b, const Stored& rows, int64_t n, Merged& to) {
     const __m512i wide = _mm512_load_si512(b.wide), narrow = _mm512_load_si512(b.narrow), turn = _mm512_load_si512(b.turn);

@@ -97,7 +97,11 @@ static int written(const kv_format& f) {
 KV_API int32_t kv_writes(const kv_format* f) { return kv_check_format(f) == KV_OK ? written(*f) : 0; }
 
 static int64_t part_floats(const kv_format& f) { return (int64_t)f.group * (lanes(f.v) + 1); }
-static int splits(const kv_format& f, const kv_view& s) { return (int)(((int64_t)s.blocks * f.block + SPLIT - 1) / SPLIT); }
+static int splits(const kv_format& f, const kv_view& s) {
+  int n = 0;
+  while (split_start(n) < (int64_t)s.blocks * f.block) n++;
+  return n;
+}
 
 // Floats of scratch that kv_attend needs: partials of every split, and the queries of decoding rows in slot order.
 KV_API int64_t kv_workspace(const kv_format* f, const kv_view* s) {
@@ -145,8 +149,8 @@ KV_API int32_t kv_attend_all(const kv_source* source, int32_t sources, const flo
     }
 #pragma omp for schedule(dynamic, 1)
     for (int i = 0; i < pairs * each; i++) {
-      const int pair = i / each, n = pair / f.heads, h = pair % f.heads;
-      int j = i % each;
+      const int pair = i % pairs, n = pair / f.heads, h = pair % f.heads;
+      int j = each - 1 - i / pairs;  // the longest first: what is left at the end is short
       if (s.count[n] != 1) {
         const int left = s.count[n] * f.group - j * ROWS;
         for (int k = 0; k < sources && left > 0; k++)

@@ -29,7 +29,10 @@ struct kv_side {
 
 namespace {
 constexpr int MAX_UNITS = 16, MAX_SLOTS = 64;
-constexpr int SPLIT = 256, TILE = 64, ROWS = 96, MAX_R = 4, AHEAD = 64, RUN = 64, MAX_GROUPS = 8;
+constexpr int SPLIT = 1024, TILE = 64, ROWS = 96, MAX_R = 4, AHEAD = 64, RUN = 64, MAX_GROUPS = 8;
+// Splits get longer towards a sequence's end, four to six of each length: one costs what some forty tokens cost whatever it
+// holds, and few long ones leave threads without work.
+constexpr int split_start(int i) { return i < 4 ? 256 * i : i < 10 ? 512 * (i - 2) : SPLIT * (i - 6); }
 constexpr int PITCH = SPLIT + 16;  // from one row of a split to the next: rows a power of two apart would share lines of a cache
 KV_INLINE int f_min(int a, int b) { return a < b ? a : b; }
 KV_INLINE int f_max(int a, int b) { return a > b ? a : b; }

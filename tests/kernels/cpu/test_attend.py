@@ -22,7 +22,7 @@ from kvlab.cache.layout import Geom
 from kvlab.kernels.cpu import isa
 from kvlab.kernels.format import Format, Side
 
-# around a run of 16 tokens, a tile of 64, a split of 256, and the blocks
+# around a run of 16 tokens, a tile of 64, a split of 256 (longer ones: below), and the blocks
 LENGTHS = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 129, 255, 256, 257, 512, 600)
 
 
@@ -62,6 +62,19 @@ def test_attention_on_packed_pages_is_softmax_over_what_the_codec_decodes(name, 
     layers = cache.layers(library)
     for layer in (1, 0):
         pages.assert_exact(cache, rows, q, pages.attend(cache, layers, rows, q, layer), layer)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("method", ["full", "kivi", "turboquant"])
+def test_splits_of_every_length_hold_each_slot_once(method, variant):
+    """Splits are 256, 512 and 1,024 slots long: fails for a slot that is lost or read twice where one ends, with and
+    without a window that starts within a long one."""
+    lengths = [1024, 1025, 1536, 4096, 4097, 5121, 6200]
+    cache = pages.build(method, Geom(1, 3, 1, 64), 32, lengths)
+    for window in (None, 2500):
+        rows = Rows.last([1] * len(lengths), lengths, window, cache.table.shape[1])
+        q = pages.queries(cache, rows)
+        pages.assert_exact(cache, rows, q, pages.attend(cache, cache.layers(pages.library(variant)), rows, q))
 
 
 def test_the_cases_cover_every_shape_that_kernels_treat_apart():

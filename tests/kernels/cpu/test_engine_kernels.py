@@ -101,7 +101,7 @@ def test_every_block_size_gives_the_tokens_of_the_torch_path(name, block, calls)
 
 @pytest.mark.parametrize("name", ["full", *CODECS])
 def test_long_prompts_give_the_tokens_of_the_torch_path(name, calls):
-    """Several splits of 256 slots and tiles of 64, while another sequence is short."""
+    """Several splits and tiles of 64, while another sequence is short."""
     prompts, cfg = [PROMPTS[7] * 7, PROMPTS[1]], {"max_len": 1024, "chunk": 128, "kernels": "off"}
     want, slow = score(engine(compose([part(name)]), **cfg), prompts, 6)
     got, fast = score(engine(compose([part(name)]), **{**cfg, "kernels": BEST}), prompts, 6)
