@@ -12,16 +12,16 @@ namespace {
 // What scores will need soon: keys AHEAD tokens further on (of the next side of K at the end), and these tokens' values.
 KV_INLINE void ask(const kv_format& f, const Sides& d, const Split& x, int i, int t) {
   const int ahead = t + AHEAD;
-  if (ahead < x.n) prefetch_rows(f.k[i], d.of[i], x.token[ahead / 16]);
-  else if (i + 1 < f.keys && ahead - x.n < x.n) prefetch_rows(f.k[i + 1], d.of[i + 1], x.token[(ahead - x.n) / 16]);
-  if (!i) prefetch_rows(f.v, d.of[2], x.token[t / 16]);
+  if (ahead < x.n) prefetch_rows(f.k[i], d.of[i], x.first + ahead, x.token[ahead / 16]);
+  else if (i + 1 < f.keys && ahead - x.n < x.n) prefetch_rows(f.k[i + 1], d.of[i + 1], x.first + ahead - x.n, x.token[(ahead - x.n) / 16]);
+  if (!i) prefetch_rows(f.v, d.of[2], x.first + t, x.token[t / 16]);
 }
 
 // Scores of R query heads q [R, key lanes].
 static void scores(const kv_format& f, const Sides& d, const Where& w, int R, const float* q, float* buf, Split& x) {
   const int n = x.n, end = (n + 15) & ~15, ldq = key_lanes(f);
   float z[MAX_GROUPS][MAX_R];
-  for (int t = 0; t < n && t < AHEAD; t += 16) prefetch_rows(f.k[0], d.of[0], x.token[t / 16]);
+  for (int t = 0; t < n && t < AHEAD; t += 16) prefetch_rows(f.k[0], d.of[0], x.first + t, x.token[t / 16]);
   for (int i = 0, at = 0; i < f.keys; at += lanes(f.k[i]), i++) {
     const kv_side& k = f.k[i];
     const int parts = d.of[i].parts, wp = lanes(k) / parts;
@@ -46,14 +46,16 @@ static void scores(const kv_format& f, const Sides& d, const Where& w, int R, co
       m = f_min(is_codes(k) || beside ? RUN : 16, end - t);  // as many as can be asked for at once
       const float* y = q + at;
       int ldy = ldq;
-      if (per_channel) {  // a group of tokens lies in one block
-        const int64_t first = x.token[t / 16];
-        m = f_min(m, k.group - (int)(first % k.group));
-#define KV_CALL(N) scale_queries<N>(k, d.of[i], first, q + at, ldq, scaled, lanes(k), z[0])
-        if (!t || first % k.group == 0) KV_ROWS(R, KV_CALL)
-#undef KV_CALL
+      if (per_channel) {  // a group of tokens lies in one block, and begins at a multiple of its length
+        const int in_group = (x.first + t) % k.group;
+        m = f_min(m, k.group - in_group);
         y = scaled, ldy = lanes(k);
-        if (bytes && (!t || first % k.group == 0)) asked.take(y, ldy, R, lanes(k), 1);
+        if (!t || !in_group) {
+#define KV_CALL(N) scale_queries<N>(k, d.of[i], x.token[t / 16], q + at, ldq, scaled, ldy, z[0])
+          KV_ROWS(R, KV_CALL)
+#undef KV_CALL
+          if (bytes) asked.take(y, ldy, R, lanes(k), 1);
+        }
       }
       const Soon soon{{k.codes, x.token + f_min(t + AHEAD, end) / 16, k.row_bytes}, {f.v.codes, x.token + t / 16, f.v.row_bytes}, n - t - AHEAD};
       for (int j = t; !beside && j < t + m; j += 16) ask(f, d, x, i, j);

@@ -153,9 +153,8 @@ template <class F> KV_INLINE void each_block_scale(const kv_side& s, const Lanes
   }
 #if KV_AVX512
   if (of.turned) {
-    alignas(64) int32_t by[16];
-    for (int l = 0; l < 16; l++) by[l] = byte_of(16, l);
-    for (int c = 0; c < lanes(s); c += 16) put(c, permute(meta_load(s.scale, s.meta, at + s.channel[c]), by, 16), s.zero ? permute(zero(c), by, 16) : set1(0.f));
+    alignas(64) static constexpr struct By { int32_t v[16]; constexpr By() : v() { for (int l = 0; l < 16; l++) v[l] = byte_of(16, l); } } by;
+    for (int c = 0; c < lanes(s); c += 16) put(c, permute(meta_load(s.scale, s.meta, at + s.channel[c]), by.v, 16), s.zero ? permute(zero(c), by.v, 16) : set1(0.f));
     return;
   }
 #else
@@ -288,13 +287,13 @@ static void slot_order(const kv_side& s, const float* q, float by, float* out) {
 KV_INLINE void prefetch(const uint8_t* p, int64_t bytes) {
   for (int64_t b = 0; b < bytes; b += 64) KV_PREFETCH(p + b);
 }
-KV_INLINE void prefetch_rows(const kv_side& s, const Lanes& of, int64_t token) {
+KV_INLINE void prefetch_rows(const kv_side& s, const Lanes& of, int slot, int64_t token) {  // sixteen tokens
   prefetch(s.codes + token * s.row_bytes, 16 * s.row_bytes);
   if (of.scales) {
     prefetch(s.scale + token * of.scales, 16 * of.scales);
     if (s.zero) prefetch(s.zero + token * of.scales, 16 * of.scales);
     if (s.scale2) prefetch(s.scale2 + token * of.scales, 16 * of.scales);
-  } else if (s.axis == KV_BLOCK && token % s.group == 0) {
+  } else if (s.axis == KV_BLOCK && slot % s.group == 0) {
     const int64_t each = s.width * (s.meta == KV_F32 ? 4 : 2), at = token / s.group;
     prefetch(s.scale + at * each, each);
     if (s.zero) prefetch(s.zero + at * each, each);
