@@ -139,10 +139,10 @@ class Layers:
             need, self._checked = self.admit(view), view.struct
             if self._work.numel() < need:
                 self._work = torch.empty(need)
+        (q_row, q_head, _), (row, head, _), (lse_row, lse_head) = q.stride(), out.stride(), lse.stride()
         code = self.lib.kv_attend(
-            self.formats[i], view.struct, q.data_ptr(), q.stride(1), q.stride(0), out.data_ptr(), out.stride(1),
-            out.stride(0), lse.data_ptr(), lse.stride(1), lse.stride(0), join, self._work.data_ptr(),
-            self._work.numel(), torch.get_num_threads(),
+            self.formats[i], view.struct, q.data_ptr(), q_head, q_row, out.data_ptr(), head, row, lse.data_ptr(),
+            lse_head, lse_row, join, self._work.data_ptr(), self._work.numel(), torch.get_num_threads(),
         )  # fmt: skip
         if code:
             accept("kv_attend", code)
